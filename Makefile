@@ -40,9 +40,13 @@ matrix: $(VENV)/.test ## every trick in every regime: writes lightning_tricks_cl
 	    --matrix lightning_tricks_cli/matrix.json
 	$(BIN)/python benchmarks/readme.py
 
-bench: $(VENV)/.test ## try every measurement of costs and gains, reduced; with FULL=1 renew the committed figures
+bench: $(VENV)/.bench ## try every measurement of costs and gains, reduced; with FULL=1 renew the committed figures
 	$(BIN)/python benchmarks/run.py $(if $(FULL),,--reduced)
 	$(BIN)/python benchmarks/quality.py $(if $(FULL),,--reduced)
+	$(BIN)/python benchmarks/finetune.py $(if $(FULL),,--reduced)
+	$(if $(FULL),,$(BIN)/python benchmarks/language_model.py --reduced)
+	$(if $(FULL),,$(BIN)/python benchmarks/gain_scaling.py --reduced)
+	$(if $(FULL),,$(BIN)/python benchmarks/run.py --reduced resnet18 vit_small gpt lora_7b)
 
 tables: $(VENV)/.test ## write the cards, the tables of docs/ and benchmarks/, the picture of gains
 	$(BIN)/python benchmarks/readme.py
@@ -101,7 +105,7 @@ $(VENV)/torch.txt: $(VENV)/.made pyproject.toml $(if $(TORCH),FORCE)
 	@$(BIN)/python -c 'from importlib.metadata import version; print("torch==" + version("torch"))' > $@.new
 	@mv $@.new $@
 
-$(VENV)/.demo $(VENV)/.test $(VENV)/.test-all $(VENV)/.docs: $(VENV)/torch.txt
+$(VENV)/.demo $(VENV)/.test $(VENV)/.test-all $(VENV)/.bench $(VENV)/.docs: $(VENV)/torch.txt
 	@echo "installing .[$(extras)] beside $$(cat $<)"
 	@$(PIP) install --constraint $< --editable ".[$(extras)]" \
 	    || $(call fail,.[$(extras)] not installed; pip's reason is above (no network?))
@@ -110,4 +114,5 @@ $(VENV)/.demo $(VENV)/.test $(VENV)/.test-all $(VENV)/.docs: $(VENV)/torch.txt
 $(VENV)/.demo: extras = demo,cli
 $(VENV)/.test: extras = test
 $(VENV)/.test-all: extras = test,ray,pages
+$(VENV)/.bench: extras = test,pretrained
 $(VENV)/.docs: extras = docs

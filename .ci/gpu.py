@@ -59,6 +59,7 @@ BENCHMARKS = (
     *("ema", "sam", "mixup", "guards", "memory", "lean_loss", "optimizers", "lora", "speed", "hard_examples"),
     *("networks", "checkpoints", "grad_cache", "together", "length_buckets", "data_wait", "scaling", "step_scaling"),
 )
+LARGER = ("lora_7b", "resnet18", "gpt", "vit_small")  # of benchmarks/gpu: last, since they take an hour or more
 ON_THE_CPU = ("import_time", "schedules", "ranks")  # measure nothing of one device
 LIGHTNINGS = ("lightning", "pytorch_lightning")
 NEEDED = ("torch", "torchmetrics", "tqdm", "typing_extensions")
@@ -112,9 +113,9 @@ def slices(folder: Path, simulate: bool) -> dict[str, Slice]:
     command = [*([".ci/renamed.py"] if renamed else []), "benchmarks/run.py", "--without-peers"]
     command += ["--device", "cpu" if simulate else "cuda"]
     reduced = [*command, "--reduced", "--output", str(folder / "scratch")]
-    found += [Slice(f"{name}-reduced", [*reduced, name], True) for name in BENCHMARKS]
+    found += [Slice(f"{name}-reduced", [*reduced, name], True) for name in (*BENCHMARKS, *LARGER)]
     if not simulate:
-        found += [Slice(name, [*command, "--output", str(folder), name], True) for name in BENCHMARKS]
+        found += [Slice(name, [*command, "--output", str(folder), name], True) for name in (*BENCHMARKS, *LARGER)]
     return {each.name: each for each in found}
 
 
@@ -233,7 +234,8 @@ def page(record: dict[str, dict[str, Any]]) -> str:
         lines.append("|" + "|".join([f"`{name}`{begun}", *line(known), str(number)]) + "|")
     if record:
         lines += ["", *(f"{number}. {machine}" for number, machine in enumerate(machines, 1))]
-    names = [*(f"tests/{name}.py" for name in TESTS), *(f"{name}-reduced" for name in BENCHMARKS), *BENCHMARKS]
+    measured = (*BENCHMARKS, *LARGER)
+    names = [*(f"tests/{name}.py" for name in TESTS), *(f"{name}-reduced" for name in measured), *measured]
     if record and (waiting := [f"`{name}`" for name in names if name not in record]):
         lines += ["", "## Not run yet", "", ", ".join(waiting)]
     units = [

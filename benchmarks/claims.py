@@ -135,6 +135,7 @@ OTHERWISE = {
     "EMA + flat_cos": "A combination of ours.",
     "SAM + EMA + flat_cos": "A combination of ours.",
     "label smoothing 0.1": "It gains accuracy; the loss of a language model it makes higher (arXiv 1706.03762).",
+    "class weights": "Networks that fit their training data gain nothing by them (arXiv 1812.03372).",
     "AutoClip": "The paper separates the sources of audio by recurrent networks (arXiv 2007.14469).",
     "AdaptiveClip": "It makes ResNets without normalization train in large batches (arXiv 2102.06171).",
     "HardExampleFilter": "It reaches the same accuracy in less time (arXiv 1910.00762).",

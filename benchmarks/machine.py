@@ -8,8 +8,8 @@ import os
 import platform
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from importlib.metadata import version
+from contextlib import contextmanager, suppress
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -25,13 +25,16 @@ def machine(*packages: str) -> dict[str, object]:
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    absent = missing(packages)
+    versions = {}
+    for name in ("torch", LIGHTNING, *packages):
+        with suppress(PackageNotFoundError):
+            versions[name] = version(name)
     return {
         "cpu": names[0] if names else platform.processor(),
         "cores": os.cpu_count(),
         "system": platform.system(),
         "python": platform.python_version(),
-        **{name: version(name) for name in ("torch", LIGHTNING, *packages) if name not in absent},
+        **versions,
     }
 
 

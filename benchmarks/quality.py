@@ -1,8 +1,8 @@
 """Where each trick helps: wrong labels, few samples, rare classes, shifted test data, on four tasks.
 
 ``nice python benchmarks/quality.py`` (about three hours of one core; ``--reduced`` runs all for two batches, and
-``--only Muon`` measures the named tricks anew and leaves the figures of the others as they are). The fits are those of
-``lightning_tricks.compare``: interrupted, the command goes on where it was. It writes the figures to
+``--only EMA`` measures the named tricks anew, beside plain training, and leaves all others as they are). The fits are
+those of ``lightning_tricks.compare``: interrupted, the command goes on where it was. It writes the figures to
 ``benchmarks/results/quality.json``, the heat map ``quality.svg`` beside it, and a part of ``benchmarks/README.md``.
 
 Three tasks are those of ``configs/``: digits (images, a perceptron), textures (images, a small CNN with BatchNorm) and
@@ -51,7 +51,7 @@ from quality_report import LOSS_TASKS, PLAIN, SHIFTS, SWEEP, rows
 from quality_text import CHARACTERS, CharacterTransformer, load_text
 from rows import written
 from torch import Tensor, nn
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler, TensorDataset, WeightedRandomSampler
 from torchmetrics.functional.classification import multiclass_accuracy, multiclass_calibration_error
 
 import lightning_tricks as lt
@@ -153,6 +153,8 @@ class Recipe(NamedTuple):
     callbacks: tuple[Callback, ...] = ()
     sam: lt.SAM | None = None
     smoothing: float = 0.0
+    weighted: bool = False  # whether the loss of a sample is divided by the frequency of its class
+    balanced: bool = False  # whether samples are drawn with that as their weight
     epochs: float = 1.0  # times the task's
     optimizer: str | None = None  # a name of ``lt.optimizers()`` in place of the task's
     weight_decay: float | None = None  # None: the task's
@@ -197,6 +199,9 @@ TRICKS = {
     "CutMix": Trick(lambda: Recipe((lt.CutMix(),)), PICTURES),
     "HiddenMixup": Trick(lambda: Recipe((lt.HiddenMixup("network.head"),)), ("glosses",)),
     "label smoothing 0.1": Trick(lambda: Recipe(smoothing=0.1)),
+    "LogitAdjustment": Trick(lambda: Recipe((lt.LogitAdjustment(),)), LABELLED),
+    "class weights": Trick(lambda: Recipe(weighted=True), LABELLED),
+    "balanced sampling": Trick(lambda: Recipe(balanced=True), LABELLED),
     "AutoClip": Trick(lambda: Recipe((lt.AutoClip(),))),
     "AdaptiveClip": Trick(lambda: Recipe((lt.AdaptiveClip(0.1, exclude=HEADS),))),
     "HardExampleFilter": Trick(lambda: Recipe((lt.HardExampleFilter(),)), LABELLED, factor=0.5),
@@ -245,10 +250,11 @@ class Measured(Classifier):
         classes: int,
         name: str | None = None,
         further: Mapping[str, Any] | None = None,
+        weight: Tensor | None = None,
         **settings: Any,
     ) -> None:
         super().__init__(network, **settings)
-        self.classes, self.name, self.further = classes, name, further or {}
+        self.classes, self.name, self.further, self.weight = classes, name, further or {}, weight
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         """Cross entropy."""
@@ -256,7 +262,7 @@ class Measured(Classifier):
         logits = self.network(inputs)
         if logits.ndim == 3:
             logits, labels = logits.flatten(0, 1), labels.flatten()
-        return F.cross_entropy(logits, labels, label_smoothing=self.label_smoothing)
+        return F.cross_entropy(logits, labels, self.weight, label_smoothing=self.label_smoothing)
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
         """All metrics of the validation samples, which are one batch."""
@@ -297,17 +303,21 @@ class SharpMeasured(lt.SAMMixin, Measured):
 class Data(TaskData):
     """A task's data in a regime; a batch is indexed at once, which is quicker than sample by sample."""
 
-    def __init__(self, task: str, regime: str) -> None:
+    def __init__(self, task: str, regime: str, balanced: bool = False) -> None:
         super().__init__(REGIMES[regime].noise, TASKS[task].batch)
-        self.task, self.regime = task, regime
+        self.task, self.regime, self.balanced = task, regime, balanced
 
     def load(self) -> Split:
         """The data, read once."""
         return split(self.task, self.regime)
 
     def train_dataloader(self) -> DataLoader[Any]:
-        """Batches in a new order every epoch."""
-        batches = BatchSampler(RandomSampler(self.data["train"]), self.batch_size, drop_last=False)
+        """Batches in a new order every epoch, or drawn with replacement, classes equally often."""
+        labels = self.data["train"].tensors[1]
+        sampler: Sampler[int] = RandomSampler(labels)
+        if self.balanced:
+            sampler = WeightedRandomSampler(class_weights(self.task, self.regime)[labels].tolist(), len(labels))
+        batches = BatchSampler(sampler, self.batch_size, drop_last=False)
         return DataLoader(self.data["train"], batch_size=None, sampler=batches)
 
     def val_dataloader(self) -> DataLoader[Any]:
@@ -347,6 +357,12 @@ def split(task: str, regime: str) -> Split:
     return {**data, "train": (inputs[kept], wrong.reshape(labels[kept].shape))}
 
 
+def class_weights(task: str, regime: str) -> Tensor:
+    """The mean number of training labels of a class over that of each one (C,)."""
+    counts = split(task, regime)["train"][1].bincount(minlength=CLASSES[task])
+    return counts.sum() / (len(counts) * counts)
+
+
 def shifts(task: str) -> tuple[str, ...]:
     """The shifts of the test data."""
     return SHIFTS if task in PICTURES else SHIFTS[:1]
@@ -383,6 +399,7 @@ def fit(task: str, regime: str, trick: Trick, rate: Rate, scale: Scale, folder: 
     weight_decay = settings.weight_decay if recipe.weight_decay is None else recipe.weight_decay
     arguments: dict[str, Any] = {"optimizer": settings.optimizer, "weight_decay": weight_decay, "lr": rates.pop("lr")}
     arguments |= {"classes": CLASSES[task], "name": recipe.optimizer, "label_smoothing": recipe.smoothing}
+    arguments["weight"] = class_weights(task, regime) if recipe.weighted else None
     trainer = L.Trainer(
         max_epochs=epochs,
         check_val_every_n_epoch=epochs,
@@ -391,7 +408,11 @@ def fit(task: str, regime: str, trick: Trick, rate: Rate, scale: Scale, folder: 
         callbacks=[*recipe.callbacks],
     )
     kind = Measured if recipe.sam is None else partial(SharpMeasured, sam=recipe.sam)
-    return trainer, kind(network, further={**recipe.settings, **rates}, **arguments), Data(task, regime)
+    return (
+        trainer,
+        kind(network, further={**recipe.settings, **rates}, **arguments),
+        Data(task, regime, recipe.balanced),
+    )
 
 
 def measure(
@@ -498,13 +519,19 @@ def result(
     kept: Mapping[str, Any] | None = None,
     names: Collection[str] = (),
 ) -> dict[str, Any]:
-    """The figures of the cells that were measured; with kept ones, in those, for the named tricks alone."""
+    """The figures of the cells that were measured; with kept ones, in those, for the named tricks alone.
+
+    These are compared with their controls, the plain runs that were made beside them: another machine rounds otherwise.
+    """
     sweep, runs = ([line for cell in found for line in cell[part]] for part in ("sweep", "runs"))
     settings = {"regimes": {name: regime._asdict() for name, regime in REGIMES.items()}, **scale._asdict()}
     settings |= {"sweep_seeds": SWEEP_SEEDS, "shifts": SHIFTS, "tricks": [*TRICKS]}
     here = machine("lightning-tricks", "scikit-learn", "scikit-image", "timm", "schedulefree", "torchao")
-    machines = {"machine": here}
+    machines, controls = {"machine": here}, []
     if kept:
+        beside = [run for run in runs if run["trick"] == PLAIN and run["part"] != SWEEP]
+        others = [{**each, "tricks": [*{*each["tricks"]} - {*names}]} for each in kept.get("controls", [])]
+        controls = [each for each in others if each["tricks"]] + [{"tricks": [*names], **run} for run in beside]
         sweep, runs = ([line for line in mine if line["trick"] in names] for mine in (sweep, runs))
         machines = {"machine": kept["machine"], "renewed": {**kept.get("renewed", {}), **dict.fromkeys(names, here)}}
         sweep, runs = (
@@ -516,8 +543,9 @@ def result(
         **machines,
         "settings": {**settings, "tasks": {name: described(name) for name in TASKS}},
         "sweep": sweep,
-        "rows": rows(runs),
+        "rows": rows(runs, controls),
         "runs": runs,
+        "controls": controls,
     }
 
 

@@ -33,14 +33,25 @@ Row = dict[str, Any]
 Column = tuple[str, str]  # task and regime, or task and shift
 
 
-def rows(runs: Sequence[Run]) -> list[Row]:
-    """A row for every trick in every column."""
+def rows(runs: Sequence[Run], controls: Sequence[Run] = ()) -> list[Row]:
+    """A row for every trick in every column, compared with its controls, plain runs of its machine, if it has any."""
+    beside: dict[tuple[str, str, str], dict[int, Run]] = {}
+    for control in controls:
+        for trick in control["tricks"]:
+            beside.setdefault((control["task"], control["regime"], trick), {})[control["seed"]] = control
     cells: dict[Column, dict[str, dict[int, Run]]] = {}
     for run in runs:
         if run["part"] != SWEEP:
             cells.setdefault((run["task"], run["regime"]), {}).setdefault(run["trick"], {})[run["seed"]] = run
     return [
-        row(task, regime if part == "test" else part, part, trick, mine, tricks[PLAIN])
+        row(
+            task,
+            regime if part == "test" else part,
+            part,
+            trick,
+            mine,
+            beside.get((task, regime, trick), tricks[PLAIN]),
+        )
         for (task, regime), tricks in cells.items()
         for part in ("test", *SHIFTS)
         for trick, mine in tricks.items()

@@ -13,6 +13,7 @@ import clients
 import conflicts
 import curves
 import evidence
+import finetune
 import forest
 import illustrations
 import matrix
@@ -63,6 +64,8 @@ if __name__ == "__main__":
     renew(list(discovered()))
     quality_report.renew(evidence.result("quality"))
     claims.renew(evidence.result("claims"), evidence.result("quality"))
+    if (quality_report.RESULTS / "finetune.json").exists():
+        finetune.renew(evidence.result("finetune"))
     quality_report.draw(quality_report.PICTURE, evidence.result("quality"))
     forest.draw(forest.PICTURE, evidence.result("quality"))
     curves.draw(curves.PICTURE)

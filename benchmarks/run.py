@@ -1,8 +1,9 @@
 """Run the benchmarks of ``cost/``: what tricks cost, beside their peers and their physical floors.
 
 ``python benchmarks/run.py [NAMES]`` measures those named, or all, prints tables and writes a JSON file for each into
-``--output``. Only a full run on a CPU into the folder of the committed figures also renews the tables and the pictures.
-A benchmark that fails leaves a record that says so, beside committed figures in ``scratch/``, so that these stay; the
+``--output``. Those of ``gpu/`` train networks of a size for a GPU: they run by name, on a CPU with ``--reduced`` alone.
+Only a full run on a CPU into the folder of the committed figures also renews the tables and the pictures. A
+benchmark that fails leaves a record that says so, beside committed figures in ``scratch/``, so that these stay; the
 others are run, and the exit code is 1.
 In every round all contenders of a case take their turn, shuffled, in one process; figures are medians with the least
 and the most, ratios medians of the ratios within a round, since the load of a machine drifts.
@@ -33,9 +34,9 @@ RESULTS = HERE / "results"
 CRASHED = "the benchmark"  # the case of a row
 
 
-def discovered() -> dict[str, ModuleType]:
+def discovered(folder: str = "cost") -> dict[str, ModuleType]:
     """The benchmarks by name: each has NAME, PEERS, ``run(settings) -> rows`` and ``targets(rows)``."""
-    modules = [import_module(f"cost.{path.stem}") for path in sorted((HERE / "cost").glob("*.py"))]
+    modules = [import_module(f"{folder}.{path.stem}") for path in sorted((HERE / folder).glob("*.py"))]
     return {module.NAME: module for module in modules}
 
 
@@ -61,9 +62,12 @@ def measured(benchmark: ModuleType, settings: Settings) -> dict[str, Any]:
 
 def main() -> None:
     """Measure, print, write."""
-    benchmarks = discovered()
+    costs, larger = discovered(), discovered("gpu")
+    benchmarks = {**costs, **larger}
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", metavar="NAMES", help=f"of {', '.join(benchmarks)}; all by default")
+    parser.add_argument(
+        "names", nargs="*", metavar="NAMES", help=f"of {', '.join(benchmarks)}; all of cost/ by default"
+    )
     parser.add_argument("--reduced", action="store_true", help="fewer rounds and sizes, to see that it works")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--without-peers", action="store_true", help="where one is not installed its rows say so")
@@ -72,10 +76,12 @@ def main() -> None:
     args = parser.parse_args()
     if unknown := [name for name in args.names if name not in benchmarks]:
         parser.error(f"there is no benchmark {', '.join(unknown)}; there are {', '.join(benchmarks)}")
+    if not args.reduced and args.device == "cpu" and (slow := [name for name in args.names if name in larger]):
+        parser.error(f"{', '.join(slow)} would take days on a CPU: add --device cuda, or --reduced")
     torch.set_num_threads(args.threads)
     output = args.output or (RESULTS / "scratch" if args.reduced else RESULTS)
     output.mkdir(parents=True, exist_ok=True)
-    names = args.names or list(benchmarks)
+    names = args.names or list(costs)
     prepare([] if args.without_peers else sorted({peer for name in names for peer in benchmarks[name].PEERS}))
     failed = []
     for name in names:
@@ -88,7 +94,7 @@ def main() -> None:
         print(f"{markdown(result)}\n({time.perf_counter() - begin:.0f} s)\n", flush=True)
         failed += [name] if crashed else []
     if output.resolve() == RESULTS and args.device == "cpu" and not args.reduced:
-        renew(list(benchmarks))
+        renew(list(costs))
         draw(RESULTS)
         scaling.draw(RESULTS)
     if failed:

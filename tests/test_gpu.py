@@ -78,6 +78,7 @@ def test_every_file_with_tests_for_a_gpu_is_a_slice(script: Any) -> None:
 def test_every_benchmark_is_a_slice_or_measures_no_device(script: Any) -> None:
     names = [*script["BENCHMARKS"], *script["ON_THE_CPU"]]
     assert sorted(names) == sorted(path.stem for path in (ROOT / "benchmarks" / "cost").glob("*.py"))
+    assert sorted(script["LARGER"]) == sorted(path.stem for path in (ROOT / "benchmarks" / "gpu").glob("*.py"))
 
 
 def test_names_are_those_of_slices(script: Any, tmp_path: Path) -> None:
@@ -106,7 +107,9 @@ def test_what_can_be_left_out_is_named_and_the_rest_runs(
     assert "left out and says so: pytest, deepspeed\n" in capsys.readouterr().out
     assert where["device"] == "simulated"
     assert where.keys() >= {"python", "torch", "lightning"}
-    assert list(script["slices"](tmp_path, simulate=True)) == [f"{name}-reduced" for name in script["BENCHMARKS"]]
+    assert list(script["slices"](tmp_path, simulate=True)) == [
+        f"{name}-reduced" for name in (*script["BENCHMARKS"], *script["LARGER"])
+    ]
 
 
 def test_without_a_gpu_the_dry_run_is_named(script: Any, monkeypatch: pytest.MonkeyPatch) -> None:

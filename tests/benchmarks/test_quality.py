@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from scipy import stats
+from sklearn.utils.class_weight import compute_class_weight
 
 from lightning_tricks.optimizers.by_name import is_hidden
 
@@ -87,6 +88,16 @@ def test_some_tricks_are_measured_anew_and_the_others_stay_as_they_are(
     assert [each["trick"] for each in made["rows"]] == [*some] * 4
     rates = {each["trick"]: (each["lr"], each.get("adamw_lr")) for each in made["rows"]}
     assert rates == {"plain": (0.1, None), "EMA": (0.3, None), "Muon": (0.01, None), "Muon, both rates": (0.1, 0.03)}
+    plain = [run for run in found["runs"] if run["trick"] == "plain"]
+    assert made["controls"] == [{"tricks": [*anew], **run} for run in plain]
+    for row in (each for each in made["rows"] if each["trick"] in anew and each["regime"] == "clean"):
+        mine, other = (
+            fmean(100 * run["test_accuracy"] for run in found["runs"] if run["trick"] == name)
+            for name in (row["trick"], "plain")
+        )
+        assert row["gain"]["points"] == pytest.approx(mine - other, abs=0.001)
+    again = quality.result([found], scale, made, ["EMA"])
+    assert [each["tricks"] for each in again["controls"]] == [["Muon, both rates"]] * 2 + [["EMA"]] * 2
     assert made["machine"] == {"cpu": "another one"} != made["renewed"]["EMA"] == made["renewed"]["Muon, both rates"]
 
 
@@ -130,6 +141,32 @@ def test_a_regime_changes_the_training_data_alone(quality: ModuleType) -> None:
     assert torch.allclose(few / sizes, torch.tensor(0.1), atol=0.01)
     shares = quality.split("digits", "long tail")["train"][1].bincount() / sizes
     assert shares.tolist() == pytest.approx([0.1 ** (number / 9) for number in range(10)], abs=0.01)
+
+
+def test_rare_classes_weigh_more_or_are_drawn_as_often(quality: ModuleType) -> None:
+    labels = quality.split("digits", "long tail")["train"][1]
+    weights = compute_class_weight("balanced", classes=torch.arange(10).numpy(), y=labels.numpy())
+    arms = {
+        name: quality.fit("digits", "long tail", quality.TRICKS[name], 0.1, quality.REDUCED, Path())
+        for name in ("class weights", "balanced sampling", "plain")
+    }
+    _, module, data = arms["class weights"]
+    data.setup("fit")
+    images, some = next(iter(data.train_dataloader()))
+    losses = torch.nn.functional.cross_entropy(module.network(images), some, reduction="none").double().detach()
+    mine = torch.from_numpy(weights)[some]
+    assert float(module.training_step((images, some), 0).detach()) == pytest.approx(
+        float((mine * losses).sum() / mine.sum())
+    )
+    shares = {}
+    for name, (_, _, data) in arms.items():
+        torch.manual_seed(0)
+        data.setup("fit")
+        drawn = torch.cat([some for _ in range(20) for _, some in data.train_dataloader()])
+        assert len(drawn) == 20 * len(labels)
+        shares[name] = drawn.bincount(minlength=10) / len(drawn)
+    assert shares["plain"].tolist() == shares["class weights"].tolist() == (labels.bincount() / len(labels)).tolist()
+    assert shares["balanced sampling"].tolist() == pytest.approx([0.1] * 10, abs=0.02)
 
 
 def test_shifted_images_are_those_of_scipy_and_scikit_image(quality: ModuleType) -> None:
@@ -199,7 +236,12 @@ def test_the_figures_have_every_cell(quality: ModuleType, committed: dict[str, A
 
 
 def test_the_rows_are_those_of_the_runs(report: ModuleType, committed: dict[str, Any]) -> None:
-    assert report.rows(committed["runs"]) == committed["rows"]
+    assert report.rows(committed["runs"], committed["controls"]) == committed["rows"]
+    controls = {
+        (run["task"], run["regime"], trick, run["seed"]): run
+        for run in committed["controls"]
+        for trick in run["tricks"]
+    }
     runs = {
         (run["task"], run["regime"], run["trick"], run["seed"]): run
         for run in committed["runs"]
@@ -212,10 +254,11 @@ def test_the_rows_are_those_of_the_runs(report: ModuleType, committed: dict[str,
         cell, part = (row["task"], "clean" if shifted else row["regime"]), row["regime"] if shifted else "test"
         score = ("loss", -100) if row["task"] == "text" else ("accuracy", 100)
         for gain, (metric, factor) in {"gain": score, "ece_gain": ("ece", -100)}.items():
-            mine, plain = (
-                [factor * runs[(*cell, trick, seed)][f"{part}_{metric}"] for seed in range(row["seeds"])]
-                for trick in (row["trick"], "plain")
-            )
+            seeds = [(*cell, row["trick"], seed) for seed in range(row["seeds"])]
+            mine = [factor * runs[each][f"{part}_{metric}"] for each in seeds]
+            plain = [
+                factor * controls.get(each, runs[(*cell, "plain", each[-1])])[f"{part}_{metric}"] for each in seeds
+            ]
             limits = stats.ttest_rel(mine, plain).confidence_interval(0.95)
             assert [row[gain]["low"], row[gain]["high"]] == pytest.approx([*limits], abs=0.01)
 

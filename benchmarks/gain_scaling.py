@@ -1,0 +1,133 @@
+"""Does a gain grow, stay or vanish with more data and more weights? The language model at 1, 4 and 16 times of both.
+
+``nice python benchmarks/gain_scaling.py`` (some twelve hours of one core; ``--reduced`` tries it for a few steps). The
+text, network, steps and rules are those of ``language_model.py``. Data: a sixteenth, a quarter and all of the text,
+with 96 features; weights: 48, 96 and 192 features, which is about 1, 4 and 16 times the weights, with all of the text.
+All train for as many steps, so that less text has more epochs. It writes ``benchmarks/results/gain_scaling.json``, and
+draws the gains over plain training beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import shutil
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from corpus import described, load_documentation
+from language_model import FULL, REDUCED, TRICKS, Network, Scale, Shape, Trick, fit, load_bytes
+from machine import lent
+from quality import Recipe
+from quality_report import PLAIN
+from rows import written
+from tables import RESULTS
+from tuned import Contender, measure, table
+
+import lightning_tricks as lt
+from lightning_tricks.examples.tasks import Split
+from lightning_tricks_cli.runs.demo import small_runs
+
+SHARES, WIDTHS, MIDDLE = (1 / 16, 1 / 4, 1.0), (48, 96, 192), 96
+CELLS = list(dict.fromkeys([(share, MIDDLE) for share in SHARES] + [(1.0, width) for width in WIDTHS]))
+SOME: dict[str, Trick] = {name: TRICKS[name] for name in (PLAIN, "EMA", "cosine", "cosine, Muon")}
+SOME |= {"SAM": Trick(lambda: Recipe((lt.SAMCallback(),)))}
+
+
+def load_share(scale: Scale, share: float) -> Split:
+    """All of validation and test, and the first sequences of training."""
+    found = load_bytes(scale)
+    tokens, following = found["train"]
+    most = round(share * len(tokens))
+    return {**found, "train": (tokens[:most], following[:most])}
+
+
+def shape_of(scale: Scale, width: int) -> Shape:
+    """The network of a width, as reduced as the scale is."""
+    return scale.shape._replace(width=width * scale.shape.width // FULL.shape.width // 2 * 2)
+
+
+def contenders(scale: Scale, share: float, width: int) -> dict[str, Contender]:
+    """All of them, with a share of the text and a width of the network."""
+    load, shape = partial(load_share, scale, share), shape_of(scale, width)
+    return {
+        name: Contender(
+            partial(fit, load, trick.recipe, shape, scale.batch, "cpu"), trick.lr, trick.rate_of, trick.recipe().epochs
+        )
+        for name, trick in SOME.items()
+    }
+
+
+def result(found: dict[tuple[float, int], dict[str, list[Any]]], scale: Scale) -> dict[str, Any]:
+    """The figures of the cells."""
+    sizes = {}
+    for share, width in found:
+        weights = sum(weight.numel() for weight in Network(shape_of(scale, width)).parameters())
+        sizes[share, width] = {"sequences": len(load_share(scale, share)["train"][0]), "weights": weights}
+    return {
+        "benchmark": "gain_scaling",
+        "machine": lent("cpu", "lightning-tricks", "transformers", "numpy", "timm"),
+        "settings": {"budget": scale.budget._asdict(), **described(load_documentation(scale.strings))},
+        **{
+            part: [
+                {"share": share, "width": width, **sizes[share, width], **line}
+                for (share, width), each in found.items()
+                for line in each[part]
+            ]
+            for part in ("sweep", "rows", "runs")
+        },
+    }
+
+
+def draw(path: Path, made: dict[str, Any]) -> None:
+    """The gain of each trick, by data and by weights, with its interval."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 3.4), layout="constrained")
+    axes = figure.subplots(1, 2, sharey=True)
+    lines = {
+        "sequences": [row for row in made["rows"] if row["width"] == MIDDLE],
+        "weights": [row for row in made["rows"] if row["share"] == 1.0],
+    }
+    for axis, (along, rows) in zip(axes, lines.items(), strict=True):
+        axis.axhline(0, color="#999999", linewidth=1)
+        for place, name in enumerate(name for name in SOME if name != PLAIN):
+            mine = sorted((row for row in rows if row["trick"] == name), key=lambda row: row[along])
+            places = [row[along] * (1 + 0.04 * place) for row in mine]  # beside each other
+            gains = [row["gain"] for row in mine]
+            spread = [
+                [each["points"] - each["low"] for each in gains],
+                [each["high"] - each["points"] for each in gains],
+            ]
+            axis.errorbar(places, [each["points"] for each in gains], spread, label=name, marker="o", ms=4, capsize=2)
+        axis.set(xscale="log", xlabel=f"{along} of training" if along == "sequences" else along)
+    axes[0].set_ylabel("gain over plain training (0.01 nats)")
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right", fontsize=8, frameon=False)
+    with rc_context({"svg.hashsalt": path.stem, "svg.fonttype": "none"}):
+        figure.savefig(path, metadata={"Date": None}, facecolor="white")
+
+
+def main() -> None:
+    """Run, write and print after every cell."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--reduced", action="store_true", help="a few steps, into results/scratch")
+    args = parser.parse_args()
+    scale, output = (REDUCED, RESULTS / "scratch") if args.reduced else (FULL, RESULTS)
+    runs = RESULTS / "scratch" / f"gain scaling{', reduced' if args.reduced else ''}"
+    runs.mkdir(parents=True, exist_ok=True)
+    found: dict[tuple[float, int], dict[str, list[Any]]] = {}
+    gc.freeze()  # what is imported: ``compare`` collects garbage before every run
+    with small_runs():  # of one thread
+        for share, width in CELLS:
+            folder = runs / f"{share:g} of the text, width {width}"
+            found[share, width] = measure(contenders(scale, share, width), scale.budget, folder, metric="loss")
+            (output / "gain_scaling.json").write_text(written(made := result(found, scale)))
+            print(f"{share:g} of the text, {width} features\n\n{table(found[share, width]['rows'])}\n", flush=True)
+    draw(output / "gain_scaling.svg", made)
+    shutil.rmtree(runs)
+
+
+if __name__ == "__main__":
+    main()

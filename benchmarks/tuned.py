@@ -1,0 +1,198 @@
+"""Training with and without tricks, each optimizer at a learning rate that the same budget has chosen.
+
+The rules of ``finetune.py``, ``language_model.py`` and ``gpu/``. Plain training and every contender with an optimizer
+of its own have a learning rate of their own, chosen by validation, on seeds that are not used again and in shorter
+training: from where they begin up and down a ladder of factors of about three, until neither neighbour of the best is
+better. One at the end of the ladder is refused. All other contenders keep the rate of another one. The runs are those
+of ``lightning_tricks.compare``: interrupted, they go on where they were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from statistics import fmean, median, stdev
+from typing import Any, NamedTuple
+
+from quality import LADDER, SWEEP_SEEDS, neighbours, run_of
+from quality_report import PLAIN, SWEEP, interval, paired
+from rows import Row, over, row, shortened
+from space import memory
+from tables import grid
+
+import lightning_tricks as lt
+
+FINALS = "finals"
+EPOCHS = 8  # of all training, whatever its length: SWA averages at their ends, and batches are drawn anew in each
+MIB = 2**20
+MEMORY_STEPS = EPOCHS  # of the fit whose memory is counted
+
+
+class Contender(NamedTuple):
+    """A row of the result."""
+
+    fit: Callable[[float, int, Path], tuple[Any, ...]]  # a learning rate and a number of steps -> an arm of ``compare``
+    lr: float | None = None  # where the choice of its own rate begins; None: it keeps that of another contender
+    rate_of: str = PLAIN
+    length: float = 1.0  # times the steps of the others
+
+
+class Budget(NamedTuple):
+    """How much is run, the same for all contenders."""
+
+    steps: int
+    seeds: int
+    sweep_steps: int  # of the runs that choose a learning rate
+
+
+def measure(
+    contenders: Mapping[str, Contender], budget: Budget, folder: Path, *, metric: str, device: str = "cpu"
+) -> dict[str, list[Any]]:
+    """The learning rates, then the runs that count, and what they show; the first contender is plain training.
+
+    Args:
+        contenders: By name.
+        budget: How much is run.
+        folder: Where runs are kept.
+        metric: "accuracy" or "loss", which validation and test log as ``val_accuracy`` and ``test_accuracy``.
+        device: Where memory is counted.
+    """
+    chosen, sweep, runs = rates(contenders, budget, folder, metric)
+    fits = {name: (chosen[name], round(budget.steps * each.length)) for name, each in contenders.items()}
+    arms = {name: partial(contenders[name].fit, *fits[name]) for name in contenders}
+    found = compared(arms, metric, range(budget.seeds), folder / FINALS)
+    for name, (lr, steps) in fits.items():
+        what = {"part": FINALS, "trick": name, "lr": lr, "steps": steps}
+        runs += [{**what, "seed": seed, **run_of(run, (f"test_{metric}",))} for seed, run in enumerate(found[name])]
+    peaks = {name: peak(each, chosen[name], folder, device) for name, each in contenders.items()}
+    return {"sweep": sweep, "rows": rows(runs, metric, peaks), "runs": runs}
+
+
+def rates(
+    contenders: Mapping[str, Contender], budget: Budget, folder: Path, metric: str
+) -> tuple[dict[str, float], list[dict[str, Any]], list[dict[str, Any]]]:
+    """The rate of each contender, the means by which it was chosen, and the runs.
+
+    Raises:
+        ValueError: For a rate at the end of the ladder.
+    """
+    score, better = f"val_{metric}", min if metric == "loss" else max
+    chosen = {name: each.lr for name, each in contenders.items() if each.lr is not None}
+    means: dict[str, dict[float, float]] = {name: {} for name in chosen}
+    runs: list[dict[str, Any]] = []
+    wanted = [(name, rate) for name, lr in chosen.items() for rate in (lr, *neighbours(lr))]
+    while wanted and budget.sweep_steps:
+        tried = [(name, rate) for name, of_name in means.items() for rate in of_name]
+        arms = {
+            f"{name}, lr {rate:g}": partial(contenders[name].fit, rate, budget.sweep_steps)
+            for name, rate in (*tried, *wanted)
+        }
+        found = compared(arms, metric, SWEEP_SEEDS, folder / SWEEP)
+        runs = []
+        for (name, rate), mine in zip((*tried, *wanted), found.values(), strict=True):
+            kept = [run_of(run, (score,)) for run in mine]
+            what = {"part": SWEEP, "trick": name, "lr": rate, "steps": budget.sweep_steps}
+            runs += [{**what, "seed": seed, **run} for seed, run in zip(SWEEP_SEEDS, kept, strict=True)]
+            means[name][rate] = round(fmean(run[score] for run in kept), 4)
+        chosen |= {name: better(of_name, key=of_name.__getitem__) for name, of_name in means.items()}
+        if ends := {name: rate for name, rate in chosen.items() if rate in (LADDER[0], LADDER[-1])}:
+            raise ValueError(f"The best rate is at the end of the ladder, where no neighbour is worse: {ends}.")
+        near = [(name, each) for name, rate in chosen.items() for each in neighbours(rate)]
+        wanted = [(name, rate) for name, rate in near if rate not in means[name]]
+    sweep = [
+        {"trick": name, "lr": chosen[name], score: {str(rate): tried[rate] for rate in sorted(tried)}}
+        for name, tried in means.items()
+        if tried
+    ]
+    return {name: chosen.get(name) or chosen[each.rate_of] for name, each in contenders.items()}, sweep, runs
+
+
+def compared(
+    arms: Mapping[str, Callable[[Path], tuple[Any, ...]]], metric: str, seeds: Sequence[int], folder: Path
+) -> dict[str, list[Any]]:
+    """The runs of the arms, seed by seed."""
+    mode: Any = "min" if metric == "loss" else "max"
+    return lt.compare(arms, metric=f"val_{metric}", mode=mode, seeds=seeds, folder=folder).runs
+
+
+def peak(contender: Contender, lr: float, folder: Path, device: str) -> float:
+    """MiB at the peak of a short fit, weights included; what was there before it is not counted."""
+
+    def work() -> Any:
+        trainer, *rest = contender.fit(lr, MEMORY_STEPS, folder / "memory")
+        trainer.fit(*rest)
+        return trainer, rest
+
+    return shortened(memory(work, device, MIB)[0]["peak"])
+
+
+def rows(runs: Sequence[dict[str, Any]], metric: str, peaks: Mapping[str, float]) -> list[dict[str, Any]]:
+    """Of each contender its score and cost, and the gain over plain training with the same seeds, in points.
+
+    A point is a hundredth, of accuracy or of a nat; more is better.
+    """
+    score, factor = f"test_{metric}", -100 if metric == "loss" else 100
+    finals: dict[str, dict[int, dict[str, Any]]] = {}
+    for run in runs:
+        if run["part"] == FINALS:
+            finals.setdefault(run["trick"], {})[run["seed"]] = run
+    plain = finals[PLAIN]
+    return [
+        {
+            "trick": name,
+            "lr": mine[0]["lr"],
+            "steps": mine[0]["steps"],
+            "seeds": len(mine),
+            "mean": round(fmean(abs(factor) * run[score] for run in mine.values()), 2),
+            "std": round(stdev(abs(factor) * run[score] for run in mine.values()), 2),
+            "gain": paired(mine, plain, score, factor),
+            "seconds": shortened(median(run["seconds"] for run in mine.values())),
+            "over_plain": shortened(median(mine[seed]["seconds"] / plain[seed]["seconds"] for seed in mine)),
+            "peak_mib": peaks[name],
+        }
+        for name, mine in finals.items()
+    ]
+
+
+def cost_rows(made: Mapping[str, list[Any]], metric: str) -> list[Row]:
+    """The same in the format of the benchmarks of costs: a seed is a round, and plain training the floor."""
+    score, factor = f"test_{metric}", -100 if metric == "loss" else 100
+    finals: dict[str, list[dict[str, Any]]] = {}
+    for run in made["runs"]:
+        if run["part"] == FINALS:
+            finals.setdefault(run["trick"], []).append(run)
+    plain = finals[PLAIN]
+    found = []
+    for name, mine in finals.items():
+        note = f"lr {mine[0]['lr']:g}, {mine[0]['steps']} steps"
+        scores = [abs(factor) * run[score] for run in mine]
+        found.append(row(f"test {metric} x 100", name, scores, "points")._replace(note=note))
+    for name, mine in finals.items():
+        gains = [factor * (run[score] - other[score]) for run, other in zip(mine, plain, strict=True)]
+        found.append(row("gain over plain training, by seed", name, gains, "points"))
+    floor = [run["seconds"] for run in plain]
+    for name, mine in finals.items():
+        times = [run["seconds"] for run in mine]
+        found.append(row("fit", name, times, "s")._replace(floor=PLAIN, over_floor=over(times, floor)))
+    return [*found, *(row("peak memory", each["trick"], [each["peak_mib"]], "MiB") for each in made["rows"])]
+
+
+def table(found: Sequence[dict[str, Any]]) -> str:
+    """The rows in Markdown."""
+    head = ["", "test", "points over plain", "steps", "learning rate", "time over plain's", "peak MiB"]
+    return grid(
+        head,
+        [
+            (
+                row["trick"],
+                f"{row['mean']:.1f} ± {row['std']:.1f}",
+                "" if row["trick"] == PLAIN else interval(row["gain"]),
+                f"{row['steps']:,}",
+                f"{row['lr']:g}",
+                f"{row['over_plain']:.2f}",
+                f"{row['peak_mib']:,.0f}",
+            )
+            for row in found
+        ],
+    )

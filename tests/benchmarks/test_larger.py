@@ -1,0 +1,173 @@
+"""The benchmarks for larger networks, on the CPU in a reduced form: those of ``gpu/``, and the language model."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+BENCHMARKS = Path(__file__).parent.parent.parent / "benchmarks"
+NAMES = sorted(path.stem for path in (BENCHMARKS / "gpu").glob("*.py"))
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # of the peers
+
+
+@pytest.fixture(autouse=True)
+def _found(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # other tests run beside
+    yield
+    torch.set_num_threads(threads)
+
+
+def part(name: str) -> Any:
+    return importlib.import_module(name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_a_benchmark_runs(name: str) -> None:
+    benchmark = part("run").discovered("gpu")[name]
+    result = part("run").measured(benchmark, part("settings").Settings("tiny"))
+    assert result["benchmark"] == name
+    assert not [row["note"] for row in result["rows"] if row["note"].startswith("failed")]
+    cases = {row["case"] for row in result["rows"]}
+    assert cases & {"peak memory", "peak memory, with weights"}
+    for row in result["rows"]:
+        assert row["median"] is None or row["min"] <= row["median"] <= row["max"]
+    assert json.loads(part("rows").written(result)) == json.loads(json.dumps(result))
+
+
+def test_the_networks_are_of_the_sizes_that_are_named() -> None:
+    with torch.device("meta"):
+        sizes = {
+            "resnet18": part("gpu.resnet18").network(1.0),
+            "vit_small": part("gpu.vit_small").network(32, 384, 12),
+            "gpt": part("language_model").Network(part("language_model").Shape(12, 768, 12, 1024, 50257)),
+            "language model": part("language_model").Network(part("language_model").FULL.shape),
+        }
+        llama = part("gpu.lora_7b").Llama(4096, 32, 32000)
+        llama.configure_model()
+    counts = {name: sum(weight.numel() for weight in net.parameters()) for name, net in sizes.items()}
+    millions = {name: round(count / 1e6, 1) for name, count in counts.items()}
+    assert millions == {"resnet18": 11.2, "vit_small": 21.4, "gpt": 124.4, "language model": 1.9}
+    assert 6.7e9 < sum(weight.numel() for weight in llama.parameters()) < 6.8e9
+    for name, count in millions.items():
+        if name != "language model":
+            page = part(f"gpu.{name}").__doc__
+            assert f"{count:.0f} million weights" in page or f"{count} million weights" in page
+
+
+def test_one_on_a_cpu_is_refused_unless_reduced() -> None:
+    command = [sys.executable, str(BENCHMARKS / "run.py"), "gpt"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "gpt would take days on a CPU: add --device cuda, or --reduced" in done.stderr
+
+
+def test_a_machine_has_the_versions_of_what_is_installed_under_whatever_name_it_is_imported() -> None:
+    found = part("machine").machine("scikit-learn", "pytorch-optimizer", "no-such-package")
+    assert {"scikit-learn", "pytorch-optimizer", "torch"} <= found.keys()
+    assert "no-such-package" not in found
+
+
+# -- data -------------------------------------------------------------------------------------------------------------
+
+
+def test_glyphs_are_the_same_every_time_and_the_test_has_other_fonts() -> None:
+    glyphs = part("glyphs")
+    first, again = (glyphs.load_glyphs.__wrapped__(16, 40, 20) for _ in range(2))
+    for name, (images, labels) in first.items():
+        assert torch.equal(images, again[name][0])
+        assert torch.equal(labels, again[name][1])
+        assert images.shape == (40 if name == "train" else 20, 3, 16, 16)
+        assert images.std() == pytest.approx(1.1, abs=0.4)
+    assert not {*glyphs.FONTS["train"]} & {*glyphs.FONTS["test"]}
+
+
+def test_documentation_is_read_and_not_run(tmp_path: Path) -> None:
+    corpus = part("corpus")
+    (tmp_path / "a.py").write_text('"""One."""\nraise SystemExit\n\ndef f():\n    """Two."""\n')
+    (tmp_path / "b.py").write_text("print 'of another Python'\n")
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "c.py").write_text('"""Left out."""\n')
+    assert [*corpus.documented(tmp_path)] == ["One.", "Two."]
+
+
+def test_a_byte_is_predicted_from_those_before_it() -> None:
+    inputs, following = part("corpus").byte_sequences("abcdefgh", 3)
+    assert [bytes(row) for row in inputs.tolist()] == [b"abc", b"def"]
+    assert [bytes(row) for row in following.tolist()] == [b"bcd", b"efg"]
+    texts = part("corpus").load_documentation(30)
+    parts = [{*text.split("\n\n")} for text in texts.values()]
+    assert sum(map(len, texts.values())) > 1000
+    assert all(parts)
+
+
+# -- the language model -----------------------------------------------------------------------------------------------
+
+
+def test_the_language_model_sees_no_byte_that_it_predicts() -> None:
+    language = part("language_model")
+    network = language.Network(language.REDUCED.shape).eval()
+    tokens = torch.randint(256, (2, 16), generator=torch.Generator().manual_seed(0))
+    before = network(tokens)
+    tokens[:, 10:] = 0
+    assert torch.allclose(network(tokens)[:, :10], before[:, :10], atol=1e-5)
+    assert not torch.allclose(network(tokens)[:, 10:], before[:, 10:], atol=1e-2)
+
+
+@pytest.mark.slow
+def test_every_contender_of_the_language_model_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    language = part("language_model")
+    monkeypatch.setattr(language, "RESULTS", tmp_path)
+    monkeypatch.setattr(sys, "argv", ["language_model.py", "--reduced"])
+    language.main()
+    gc.unfreeze()
+    (written, picture) = sorted((tmp_path / "scratch").iterdir())  # the runs are gone
+    found = json.loads(written.read_text())
+    assert [row["trick"] for row in found["rows"]] == [*language.TRICKS]
+    assert {curve["trick"] for curve in found["curves"]} == {*language.TRICKS}
+    for curve in found["curves"]:
+        steps, seconds, losses = zip(*curve["points"], strict=True)
+        assert list(steps) == sorted(steps)
+        assert list(seconds) == sorted(seconds)
+        assert all(0 < loss < 10 for loss in losses)
+    assert picture.read_text().startswith("<?xml")
+
+
+@pytest.mark.slow
+def test_gains_are_measured_with_more_data_and_more_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scaling = part("gain_scaling")
+    monkeypatch.setattr(scaling, "RESULTS", tmp_path)
+    monkeypatch.setattr(scaling, "CELLS", scaling.CELLS[1:4])  # less text, all of it, and a smaller network
+    monkeypatch.setattr(sys, "argv", ["gain_scaling.py", "--reduced"])
+    scaling.main()
+    gc.unfreeze()
+    written, picture = sorted((tmp_path / "scratch").iterdir())
+    rows = json.loads(written.read_text())["rows"]
+    assert [row["trick"] for row in rows] == 3 * [*scaling.SOME]
+    less, whole, smaller = rows[0], rows[len(scaling.SOME)], rows[2 * len(scaling.SOME)]
+    assert less["sequences"] == pytest.approx(whole["sequences"] / 4, abs=1)
+    assert (less["weights"], smaller["sequences"]) == (whole["weights"], whole["sequences"])
+    assert smaller["weights"] < whole["weights"]
+    assert picture.read_text().startswith("<?xml")
+
+
+def test_each_network_of_the_scaling_has_about_four_times_the_weights_of_the_one_before() -> None:
+    scaling, language = part("gain_scaling"), part("language_model")
+    shapes = [scaling.shape_of(language.FULL, width) for width in scaling.WIDTHS]
+    sizes = [
+        sum(weight.numel() for weight in language.Network(shape).model.transformer.h.parameters()) for shape in shapes
+    ]
+    assert sizes[1] / sizes[0] == pytest.approx(4, abs=0.2)
+    assert sizes[2] / sizes[1] == pytest.approx(4, abs=0.2)
