@@ -123,6 +123,7 @@ def test_any_start_leads_there(start: int) -> None:
     assert find(build(Limited), initial=start).batch_size == 11
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("train", "size"),
     [

@@ -62,6 +62,7 @@ def trained(kind: type[Net], *callbacks: Callback, **settings: Any) -> dict[str,
     return gather.weights
 
 
+@pytest.mark.few(1)
 @policies
 def test_a_fit_is_bit_equal_to_one_without(policy: Any) -> None:
     plain, module = build(Deep), build(Deep)
@@ -100,6 +101,7 @@ class Sharp(lt.SAMMixin, Deep):
     sam = lt.SAM(rho=0.1)
 
 
+@pytest.mark.few(5)
 @policies
 @pytest.mark.parametrize(
     "others",
@@ -187,6 +189,7 @@ def test_state_is_right_where_a_compiled_graph_breaks(policy: str) -> None:
     assert again[0].norm.num_batches_tracked == 2
 
 
+@pytest.mark.few(1)
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @policies
 def test_a_compiled_part_of_a_block_stays_compiled(policy: str) -> None:

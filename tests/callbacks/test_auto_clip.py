@@ -101,6 +101,7 @@ def test_a_device_is_not_waited_for(on: str) -> None:
         torch.testing.assert_close(gradients, expected)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("on", CUDA)
 @pytest.mark.parametrize("history", [None, 4, 1000])
 def test_on_a_device_training_is_that_by_the_formula(history: int | None, on: str) -> None:

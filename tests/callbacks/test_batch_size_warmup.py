@@ -191,6 +191,7 @@ def test_a_second_fit_with_the_same_callback_is_as_with_a_fresh_one(grow):
 # -- the count --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("grow", GROW)
 @pytest.mark.parametrize("batches", [4, 5, 11])
 def test_the_count_is_what_a_fit_takes(batches, grow):
@@ -391,6 +392,7 @@ def test_two_ranks_resume_as_one(tmp_path):
     assert [len(resumed[1]) for _, resumed in ranks[0]] == [8, 6, 8, 6]
 
 
+@pytest.mark.few(2)
 @pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before")
 @pytest.mark.parametrize("max_steps", [-1, 13])
 @pytest.mark.parametrize("grow", GROW)

@@ -93,6 +93,7 @@ def trained(kind: type[Net], *callbacks: Callback, **settings: Any) -> dict[str,
     return weights(module)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("kind", "modules", "graphs"),
     [

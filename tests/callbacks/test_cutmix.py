@@ -202,6 +202,7 @@ def test_it_works_with_sam_accumulation_and_bf16() -> None:
         assert all(map(torch.equal, first, noted))
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(("on", "precision"), DEVICES)
 @pytest.mark.parametrize(
     "callback", [lt.Mixup(1.0), lt.Mixup(1.0, per_sample=True), lt.CutMix()], ids=lambda c: c.state_key

@@ -232,6 +232,7 @@ class Growing(NormNet):
         self.noted = torch.cat([self.noted, torch.ones(1)])
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("hook", ["on_train_epoch_start", "on_train_epoch_end", "on_validation_epoch_end"])
 @pytest.mark.parametrize("buffers", ["copy", "average"])
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])

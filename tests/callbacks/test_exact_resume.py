@@ -224,12 +224,14 @@ def test_an_unbroken_fit_is_the_same_with_and_without_it(name: str) -> None:
         assert_equal(weights(exact), weights(plain))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", few(LOADERS, 4))
 def test_a_fit_goes_on_exactly_wherever_it_was_saved(name: str, tmp_path: Path) -> None:
     hooks = ("on_train_batch_end", "on_train_epoch_end", "on_train_epoch_start", "on_before_backward")
     check(LOADERS[name], tmp_path, *hooks, every=5)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["shuffled", "lazy"])
 def test_so_it_does_with_workers(name: str, tmp_path: Path) -> None:
     check(lambda: LOADERS[name](num_workers=2), tmp_path, "on_train_batch_end", every=8)
@@ -614,6 +616,7 @@ OTHERS: dict[str, tuple[Make, Make, str]] = {
 }
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("case", OTHERS)
 @pytest.mark.parametrize("trick", [lt.ExactResume, lambda: lt.Preemption("runs")], ids=["ExactResume", "Preemption"])
 def test_other_samples_within_an_epoch_are_refused(case: str, trick: Any, tmp_path: Path) -> None:
@@ -818,6 +821,7 @@ def check_rest(first: list[Any], batches: int, second: list[Any], size: int, win
     assert lrs[-1] == pytest.approx(0.1 / (planned * EPOCHS))  # the schedule ends where training does
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("window", [1, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("size", [0, 1])
 @pytest.mark.parametrize("name", few(KINDS, 2))

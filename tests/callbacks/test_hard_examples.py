@@ -99,6 +99,7 @@ class NaiveLoss(Net):
         return losses[top(losses)].mean()
 
 
+@pytest.mark.few(5)
 @modes
 @pytest.mark.parametrize(
     "regime",
@@ -182,6 +183,7 @@ class NormLoss(NaiveLoss, NormNet):
     pass
 
 
+@pytest.mark.few(2)
 @pytest.mark.filterwarnings("ignore")  # the compiler has its own in each version of torch
 @pytest.mark.parametrize(
     ("on", "compiled"),
@@ -396,6 +398,7 @@ def test_ranks_exchange_statistics_before_each_step_as_without_it() -> None:
         assert all((ours[name] == theirs[name]).all() for name in theirs)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", FILTERS)
 @pytest.mark.parametrize("engine", ["FSDP2", "DeepSpeed"])
 def test_sharded_weights_equal_one_process_too(engine: str, name: str) -> None:

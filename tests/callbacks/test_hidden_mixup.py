@@ -206,6 +206,7 @@ WAYS += [(name, by_logits) for name, case in CASES.items() if case.head is linea
 WAYS += [(name, by_pairs) for name in CASES if name != "tokens"]
 
 
+@pytest.mark.few(16)
 @pytest.mark.parametrize("pack", PACKS)
 @pytest.mark.parametrize(("name", "way"), WAYS, ids=lambda value: getattr(value, "__name__", value))
 def test_a_step_has_the_gradient_of_mixed_representations(name: str, way: Callable[..., Tensor], pack: str) -> None:

@@ -137,6 +137,7 @@ def test_an_average_approaches_the_last_weights_and_sam_does_not_move_them() -> 
     assert 0 < gaps[0] < 2**-5 * gaps[1]  # six updates by a half since the weights stopped
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("kind", [Deep, DeepNorm])
 @pytest.mark.parametrize("epoch", [0, 1, 2])
 def test_a_resume_is_exact_whatever_has_stopped(kind: type[Deep], epoch: int, tmp_path: Path) -> None:

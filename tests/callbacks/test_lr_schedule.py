@@ -73,6 +73,7 @@ def test_every_factory_is_a_curve_of_the_callback():
     assert options == lr_schedule._options("swa_tail") - {"of", "total_steps"}
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("name", CURVES)
 def test_it_trains_bit_equal_to_the_factory_of_its_name(name):
     for settings in (NEEDED.get(name, {}), CURVES[name]):
@@ -383,6 +384,7 @@ YAML = {
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("class_path", ["lightning_tricks.LRSchedule", "LRSchedule"])
 def test_it_is_built_from_yaml(cli, class_path):
     for arguments, callback in YAML.items():
@@ -471,6 +473,7 @@ BRANCHES: dict[str, tuple[type[PlainNet], dict[str, Any]]] = {  # the module of 
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.filterwarnings("ignore:The schedule of the checkpoint, .* 'constant'")  # of the branch
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("name", few(BRANCHES, 1))

@@ -74,6 +74,7 @@ def compare(
         assert_equal(mine["state"][number], state)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("factor", [1000.0, torch.inf, torch.nan])
 @pytest.mark.parametrize("settings", [{}, {"precision": "bf16-mixed"}, {"gradient_clip_val": 0.1}], ids=str)
 def test_it_goes_back_bit_for_bit(factor: float, settings: dict[str, Any]) -> None:

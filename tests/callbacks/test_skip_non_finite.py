@@ -66,6 +66,7 @@ def optimizer_state(run: pl.Trainer) -> dict[str, Tensor]:
     return {f"{number}/{key}": value for number, each in state.items() for key, value in each.items()}
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("how", ["gradient", "loss", "input"])
 @pytest.mark.parametrize("averaged", [False, True])
 @pytest.mark.parametrize(

@@ -66,6 +66,7 @@ def assert_recalibrated(module: Net) -> None:
 # ---- the average itself
 
 
+@pytest.mark.few(16)
 @pytest.mark.parametrize("every", [None, 1, 4])
 @pytest.mark.parametrize("start", [0, 3, 6, 7])
 @pytest.mark.parametrize("accumulate", [1, 4])
@@ -377,6 +378,7 @@ def save_at(step: int, path: Any) -> Callback:
     return Save()
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize(
     "settings", [{"start": 0}, {"start": 7}, {"start": 12}, {"start": 5, "every_n_steps": 4}], ids=str
 )
@@ -665,6 +667,7 @@ def fit_shards(engine: str, folder: str) -> dict[str, Any]:
     return {name: value.numpy() for name, value in ended.items()}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("engine", ["fsdp2", "zero3"])
 def test_shards_are_averaged_recalibrated_and_resumed_as_one_process(engine: str, tmp_path: Any) -> None:
     assert_as_one_process(run_ranks(fit_shards, engine, str(tmp_path)))

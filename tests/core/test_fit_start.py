@@ -137,6 +137,7 @@ def test_the_callback_schedule() -> None:
 NO_PART_OF_A_FIT = ("lean_loss", "optimizer")  # functions, of which it sees what they have made
 
 
+@pytest.mark.few(20)
 @pytest.mark.parametrize("name", [name for name in SETTINGS if public_name(name) not in NO_PART_OF_A_FIT])
 def test_every_trick_is_in_the_table(name: str) -> None:
     trick: Enrolment = SETTINGS[name]

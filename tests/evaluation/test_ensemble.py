@@ -170,6 +170,7 @@ class Odd(Scored):
                 "pixels": logits[:, :, None]}[self.kind]  # fmt: skip
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("kind", "error", "message"),
     [

@@ -101,6 +101,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", SETTINGS)
 @pytest.mark.filterwarnings("ignore:.*(num_workers|prefetch_factor)")
 def test_losses_and_margins_are_those_of_the_step(name: str) -> None:
@@ -164,6 +165,7 @@ class Sharp(lt.SAMMixin, Noted):
             super().note(logits, batch)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("kind", [Mean, Summed, Nll, Binary, Smoothed, Twice, Sharp])
 def test_losses_of_every_form_have_margins(kind: Any) -> None:
     fit(plain := build(kind), train=numbers_loader(shuffle=False))

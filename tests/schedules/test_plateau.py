@@ -83,6 +83,7 @@ SETTINGS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", [Scripted, ScriptedManual])
 def test_a_fit_follows_the_rule_in_every_step(kind):
     for settings in SETTINGS:

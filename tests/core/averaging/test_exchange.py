@@ -68,6 +68,7 @@ def test_only_one_bucket_is_held_besides_the_lists(monkeypatch: pytest.MonkeyPat
     assert 0 < most <= 2**21  # the largest tensor
 
 
+@pytest.mark.few(18)
 @pytest.mark.parametrize("stop", range(1, 15))
 @pytest.mark.parametrize("part", [0, 1])
 @pytest.mark.parametrize("back", [False, True])

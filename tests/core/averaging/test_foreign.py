@@ -77,6 +77,7 @@ def resumed(path: Path, average: Any, kind: type[Net] = NormNet, **settings: Any
 # -- Lightning's ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
 @pytest.mark.parametrize(
     ("theirs", "ours"),

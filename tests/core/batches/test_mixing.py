@@ -268,6 +268,7 @@ TRICKS: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(("one", "other"), list(combinations(TRICKS, 2)))
 def test_all_pairs_train_in_either_order_and_resume_bit_equal(one: str, other: str, tmp_path: Any) -> None:
     class Feed(Resumable):

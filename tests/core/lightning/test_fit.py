@@ -108,8 +108,8 @@ CHANGES: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("first", few([{}, {"accumulate_grad_batches": 2}], 1), ids=["plain", "accumulated"])
-def test_a_resumed_fit_goes_on_at_its_place_in_the_new_plan(first: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize(("first", "every"), few([({}, 5), ({}, 1), ({"accumulate_grad_batches": 2}, 1)], 1))
+def test_a_resumed_fit_goes_on_at_its_place_in_the_new_plan(first: dict[str, Any], every: int, tmp_path: Path) -> None:
     base = {"max_epochs": 4, "batches": 5, "max_steps": -1, "limit_train_batches": 1.0, "accumulate_grad_batches": 1}
 
     def train(module: Tiny, given: dict[str, Any], **settings: Any) -> pl.Trainer:
@@ -123,7 +123,7 @@ def test_a_resumed_fit_goes_on_at_its_place_in_the_new_plan(first: dict[str, Any
     train(before, first, callbacks=[SaveEveryStep(tmp_path)])
     old = {**base, **first}
     began = written_out(4, 5, old["accumulate_grad_batches"])
-    for change, taken in product(CHANGES, range(1, len(began))):
+    for change, taken in list(product(CHANGES, range(1, len(began))))[::every]:
         now = {**base, **first, **change}
         module = Tiny(lt.linear)
         train(module, {**first, **change}, ckpt_path=tmp_path / f"{taken}.ckpt")
@@ -160,6 +160,7 @@ class SaveIn(pl.Callback):
         trainer.save_checkpoint(self.folder / f"{trainer.global_step}.ckpt")
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("hook", ["on_train_batch_end", "on_validation_end", "on_train_epoch_end"])
 @pytest.mark.parametrize("batches", [3, 5, 8])
 def test_an_epoch_that_was_over_is_over_with_another_number_of_batches(hook: str, batches: int, tmp_path: Path) -> None:
@@ -170,6 +171,7 @@ def test_an_epoch_that_was_over_is_over_with_another_number_of_batches(hook: str
         assert module.optimizer.lrs == pytest.approx(linear_lrs(3 * batches, epoch * batches))
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("factory", FALLING, ids=lambda factory: factory.__name__)
 def test_every_curve_ends_where_training_ends(factory: Any, tmp_path: Path) -> None:
     def schedule(optimizer: Any, module: Any) -> Any:

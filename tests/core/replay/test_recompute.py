@@ -60,6 +60,7 @@ def descend(model: nn.Module, loss: Callable[[nn.Module], Tensor]) -> dict[str, 
     return {**gradients, **weights(model), "random": torch.get_rng_state()}
 
 
+@pytest.mark.few(2)
 @policies
 @pytest.mark.parametrize("made", [resnet, bert])
 def test_gradients_and_state_are_bit_equal(made: Any, policy: str) -> None:

@@ -538,6 +538,7 @@ def test_a_bad_radius_is_named(rho: Any, error: type[Exception], message: str) -
         lt.SAM(rho=rho)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("on", [*CUDA, "simulated mps"])
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed"])
 def test_on_a_device_rho_zero_is_bit_equal_to_no_mixin_with_dropout(on: str, precision: Any) -> None:

@@ -279,6 +279,7 @@ def on_cuda(on: str, devices: int, offload: bool) -> dict[str, Any]:
         return {"weights": {n: w.cpu() for n, w in whole(module).items()}, "kept": kept, "precision": run.precision}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("on", CUDA)
 @pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize("devices", few([1, 2], 1))

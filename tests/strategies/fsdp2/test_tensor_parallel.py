@@ -322,8 +322,8 @@ def warned() -> list[str]:
     return [str(each.message) for each in caught]
 
 
-def quick(folder: str) -> dict[str, Any]:
-    found: dict[str, Any] = {case: ended(case) for case in QUICK}
+def quick(folder: str, cases: list[str]) -> dict[str, Any]:
+    found: dict[str, Any] = {case: ended(case) for case in cases}
     return {
         **found,
         "refused": {case: refused(case) for case in REFUSED if case not in LATE},
@@ -339,8 +339,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def two(folder: Path) -> list[dict[str, Any]]:
-    return run_ranks(quick, str(folder))
+def two(folder: Path, selected: Callable[..., list[Any]]) -> list[dict[str, Any]]:
+    return run_ranks(quick, str(folder), [case for case in selected("case") if case in QUICK])
 
 
 FOUR = [case for case in CASES if case != "Float8"]  # whose scale is that of a process's own samples
