@@ -113,7 +113,7 @@ MUTANTS = {
         "core/averaging/batchnorm.py",
         '        and "BatchNorm" in getattr(layer, "original_name", "")',
         "        and False",
-        "any_module/test_torchscript.py::test_what_cannot_be_is_refused_by_name_before_the_first_step",
+        "conformance/test_torchscript.py::test_what_cannot_be_is_refused_by_name_before_the_first_step",
     ),
     # A step that runs a second time
     "a second run writes weights again": Mutant(
@@ -126,7 +126,7 @@ MUTANTS = {
         "core/replay/module_state.py",
         "            if _numbers_in(value) != before:",
         "            if False:",
-        "any_module/test_more_findings.py::test_an_object_that_cannot_be_restored_is_refused_by_its_path",
+        "core/replay/test_module_state.py::test_an_object_that_cannot_be_restored_is_refused_by_its_path",
     ),
     "a sweep leaves the weights trained": Mutant(
         "core/replay/fit_state.py",

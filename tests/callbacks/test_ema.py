@@ -7,6 +7,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
+import pytorch_lightning
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.plugins import MixedPrecision
@@ -824,3 +825,11 @@ def test_a_checkpoint_saved_between_forward_and_step_disturbs_nothing(hook: str,
     fit(plain, callbacks=[lt.EMA(0.9)])
     fit(saving, callbacks=[lt.EMA(0.9)])
     assert_equal(weights(saving), weights(plain))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_callbacks_of_pytorch_lightning_stay() -> None:
+    stop = pytorch_lightning.callbacks.EarlyStopping("val_loss", patience=1, min_delta=10.0)
+    run = fit(build(PlainNet), callbacks=[stop, lt.EMA()], max_epochs=8)
+    assert run.current_epoch == 2
+    assert stop in run.callbacks
