@@ -53,7 +53,7 @@ MUTANTS = {
         "core/averaging/coordinator.py",
         '        if "state_dict" in checkpoint and not sharded and any(copies_in(checkpoint)):',
         "        if False:",
-        "core/averaging/test_migration.py::test_a_checkpoint_of_an_older_class_resumes_exactly",
+        "core/averaging/test_resume.py::test_a_checkpoint_of_an_older_class_resumes_exactly",
     ),
     "an average is not restored": Mutant(
         "core/averaging/callback.py",

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
 import lightning_tricks as lt
-from tests.modules.sam.test_sam import Stateful
+from tests.modules.sam.test_mixin import Stateful
 from tests.nets import Net, PlainNet, assert_close, assert_equal, build, data, fit, loader, trainer, weights
 
 modes = pytest.mark.parametrize("mode", ["prune", "loss"])

@@ -230,7 +230,7 @@ def name_of(case: Case) -> str:
 
 
 @pytest.mark.few(12)
-@pytest.mark.parametrize("case", SINGLE, ids=name_of)  # fp32 and bf16-mixed of plain SAM are in test_sam.py
+@pytest.mark.parametrize("case", SINGLE, ids=name_of)  # fp32 and bf16-mixed of plain SAM are in test_mixin.py
 def test_equals_a_naive_loop(case: Case) -> None:
     ours, theirs = with_sam(SAMNormNet, case[0]), build(NormNet)
     fit(ours, **settings_of(case))

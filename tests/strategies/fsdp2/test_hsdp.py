@@ -13,7 +13,7 @@ import lightning_tricks as lt
 from lightning_tricks.checkpoints.consolidate import consolidate
 from tests.nets import PlainNet, assert_close, build, weights
 from tests.ranks import run_ranks
-from tests.strategies.fsdp2.test_fsdp import CLIPPED, SAMTransformer
+from tests.strategies.fsdp2.test_preset import CLIPPED, SAMTransformer
 from tests.strategies.sharded import Manual, Transformer, local_bytes, one, resumed, two, whole
 
 NODES = {"replicas": "nodes"}

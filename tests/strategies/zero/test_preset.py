@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset
 
 import lightning_tricks as lt
-from lightning_tricks.strategies.zero.preset import ZeROPreset
+from lightning_tricks.strategies.zero.preset import ZeROPreset, check_shards
 from tests.conformance.runs import Gather
 from tests.few import few
 from tests.nets import (
@@ -580,10 +580,29 @@ def on_cuda(name: str, folder: str) -> None:
 @pytest.mark.parametrize("name", ["zero1_bf16", "zero2_bf16", "zero3_bf16", "zero3_offload_bf16"])
 def test_on_a_gpu_it_trains_what_one_process_trains_on_a_cpu(name: str, tmp_path: Path) -> None:
     pytest.importorskip("deepspeed")
-    program = f"from tests.strategies.zero.test_deepspeed import on_cuda; on_cuda({name!r}, {str(tmp_path)!r})"
+    program = f"from tests.strategies.zero.test_preset import on_cuda; on_cuda({name!r}, {str(tmp_path)!r})"
     root = Path(__file__).parents[3]
     environment = {**os.environ, "DS_ACCELERATOR": "cuda", "PYTHONPATH": str(root)}
     subprocess.run([sys.executable, "-W", "ignore", "-c", program], check=True, cwd=root, env=environment)
     module = build(PlainNet)
     fit(module)
     assert_close(torch.load(tmp_path / "weights.pt", weights_only=True), weights(module), 1e-3)
+
+
+# -- what DeepSpeed cannot do is an error with a remedy; the others are in test_preset.py, through a Trainer ----------
+
+
+def test_shards_are_loaded_by_as_many_ranks(tmp_path: Path) -> None:
+    (tmp_path / "checkpoint").mkdir()
+    for rank in range(2):
+        (tmp_path / "checkpoint" / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt").touch()
+    check_shards("zero3_bf16", tmp_path, 2)
+    check_shards("zero2_bf16", tmp_path, None)
+    with pytest.raises(MisconfigurationException, match=r"shards of 2 processes, .* got 3. Resume on 2"):
+        check_shards("zero3_bf16", tmp_path, 3)
+
+
+def test_one_file_is_no_shards(tmp_path: Path) -> None:
+    (tmp_path / "a.ckpt").touch()
+    with pytest.raises(MisconfigurationException, match=r"is one file, .* load_full_weights=True"):
+        check_shards("zero3_bf16", tmp_path / "a.ckpt", 2)
