@@ -17,7 +17,7 @@ from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, WeightedRandomSampler
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, WeightedRandomSampler
 
 import lightning_tricks as lt
 from lightning_tricks.callbacks.batch_size_warmup import BatchSizeWarmup, doublings, factor_at
@@ -27,6 +27,7 @@ from tests.nets import (
     Net,
     NormNet,
     PlainNet,
+    Stream,
     assert_close,
     assert_equal,
     build,
@@ -684,16 +685,11 @@ class NoLength(torch.utils.data.Sampler):
         return iter(range(8))
 
 
-class Stream(IterableDataset):
-    def __iter__(self) -> Any:
-        return iter(data())
-
-
 @pytest.mark.parametrize(
     ("found", "train"),
     [
         ("OwnBatches", lambda: DataLoader(data(), batch_sampler=OwnBatches(SequentialSampler(data()), 8, False))),
-        ("of an IterableDataset", lambda: DataLoader(Stream(), 8)),
+        ("of an IterableDataset", lambda: DataLoader(Stream(data()), 8)),
         ("no batch sampler", lambda: DataLoader(data(), batch_size=None)),
         ("SizedStream, which counts", lambda: SizedStream(5)),
         ("OwnLength, which counts", lambda: OwnLength(data(), 8)),

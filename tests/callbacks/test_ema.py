@@ -27,6 +27,7 @@ from tests.nets import (
     Net,
     NormNet,
     PlainNet,
+    SaveAt,
     assert_close,
     assert_equal,
     build,
@@ -538,13 +539,8 @@ def test_a_later_fit_that_fails_at_once_leaves_the_first_module_alone() -> None:
 
 
 def test_a_resume_from_before_the_start_forgets_the_average(tmp_path: Any) -> None:
-    class Save(Callback):
-        def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-            if trainer.current_epoch == 0:
-                trainer.save_checkpoint(tmp_path / "x.ckpt")
-
     fresh, again, ema = build(NormNet), build(NormNet), lt.EMA(0.9, start=8)
-    run = fit(again, callbacks=[ema, Save()])
+    run = fit(again, callbacks=[ema, SaveAt(tmp_path / "x.ckpt", epoch=0)])
     run.fit(again, loader(), loader(24), ckpt_path=tmp_path / "x.ckpt")
     other = lt.EMA(0.9, start=8)
     fit(fresh, callbacks=[other], ckpt_path=tmp_path / "x.ckpt")

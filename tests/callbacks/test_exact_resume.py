@@ -28,7 +28,6 @@ from torch.utils.data import (
     BatchSampler,
     DataLoader,
     Dataset,
-    IterableDataset,
     RandomSampler,
     Sampler,
     SubsetRandomSampler,
@@ -39,7 +38,7 @@ from torch.utils.data import (
 import lightning_tricks as lt
 from lightning_tricks.core.lightning.loaders import training_steps
 from tests.few import few
-from tests.nets import assert_equal, trainer, weights
+from tests.nets import Stream, assert_equal, trainer, weights
 from tests.ranks import run_cases
 
 pytestmark = [
@@ -515,11 +514,6 @@ def test_other_code_sees_the_loader_as_it_was() -> None:
 # -- refused by name --------------------------------------------------------------------------------------------------
 
 
-class Stream(IterableDataset[Any]):
-    def __iter__(self) -> Iterator[Any]:
-        return iter(Numbered())
-
-
 class Own(DataLoader[Any]):
     def __iter__(self) -> Any:
         return super().__iter__()
@@ -542,7 +536,7 @@ class Listed:
 
 UNKNOWN: dict[str, tuple[Callable[[], Any], type, str]] = {
     "stream": (
-        lambda: DataLoader(Stream(), 8),
+        lambda: DataLoader(Stream(Numbered()), 8),
         Seen,
         "of type DataLoader with an IterableDataset, Stream. Use torchdata's StatefulDataLoader",
     ),

@@ -34,7 +34,20 @@ from tests.core.batches.test_scoring import (
     top,
 )
 from tests.device.devices import device
-from tests.nets import Net, NormNet, PlainNet, assert_close, assert_equal, build, data, fit, loader, trainer, weights
+from tests.nets import (
+    Net,
+    NormNet,
+    PlainNet,
+    SteppedByHand,
+    assert_close,
+    assert_equal,
+    build,
+    data,
+    fit,
+    loader,
+    trainer,
+    weights,
+)
 from tests.ranks import run_ranks
 from tests.reference.sam import naive_sam
 
@@ -268,15 +281,8 @@ def test_what_is_kept_is_mixed_and_in_loss_mode_mixed_losses_are_compared(
     assert_close(ours, run_one(build(Task, loss=loss), {"x": lt.functional.mixup(x, lam, index), "y": y}))
 
 
-class Manual(PlainNet):
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        self.manual_backward(super().training_step(batch, batch_idx))
-        self.optimizers().step()
-        self.optimizers().zero_grad()
+class Manual(SteppedByHand, PlainNet):
+    """Steps by itself."""
 
 
 def test_manual_optimization_works_in_loss_mode_and_is_refused_in_prune_mode() -> None:

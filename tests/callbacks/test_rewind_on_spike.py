@@ -13,13 +13,12 @@ from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, Subset
 
 import lightning_tricks as lt
 from lightning_tricks.callbacks.rewind_on_spike import Snapshot, is_spike
 from tests.conformance.engines import cpu_deepspeed
-from tests.nets import Net, PlainNet, assert_equal, build, data, fit, weights
+from tests.nets import Net, PlainNet, ShardedLayers, assert_equal, build, data, fit, weights
 from tests.ranks import run_ranks
 
 BATCHES = 16
@@ -289,14 +288,10 @@ def test_resume_goes_on_counting(tmp_path: Any) -> None:
     assert (callback.rewinds, resumed.rewinds) == (1, 2)
 
 
-class Sharded(Spiky):
+class Sharded(ShardedLayers, Spiky):
     def __init__(self) -> None:
         super().__init__()
         self.layers = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 2))
-
-    def configure_model(self) -> None:
-        if isinstance(self.trainer.strategy, ModelParallelStrategy):
-            fully_shard(self.layers, mesh=self.device_mesh["data_parallel"])
 
 
 def two_ranks() -> None:

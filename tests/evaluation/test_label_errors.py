@@ -16,14 +16,14 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
+from torch.utils.data import DataLoader, Subset, TensorDataset
 
 import lightning_tricks as lt
 from lightning_tricks.core.replay.rerun import is_replaying
 from lightning_tricks.evaluation import LabelReport
 from tests.conformance.test_resume import Resumable
 from tests.device.devices import device
-from tests.nets import NormNet, PlainNet, assert_equal, build, data, fit, loader, quiet, trainer, weights
+from tests.nets import NormNet, PlainNet, Stream, assert_equal, build, data, fit, loader, quiet, trainer, weights
 from tests.ranks import run_ranks
 
 SAMPLES = 44
@@ -332,17 +332,15 @@ def test_processes_that_share_a_batch_count_it_once() -> None:
 # -- what is refused --------------------------------------------------------------------------------------------------
 
 
-class Stream(IterableDataset[Any]):
-    def __iter__(self) -> Any:
-        yield from data()
-
-
 def without_one(samples: list[Any]) -> Any:
     return torch.utils.data.default_collate(samples[1:])
 
 
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
-    "a stream": (lambda: DataLoader(Stream(), 8), "LabelErrors cannot find its place in .* with an IterableDataset"),
+    "a stream": (
+        lambda: DataLoader(Stream(data()), 8),
+        "LabelErrors cannot find its place in .* with an IterableDataset",
+    ),
     "a loader with a state": (lambda: Resumable(data()), "needs one loader whose sampler gives the number of each"),
     "several loaders": (lambda: [loader(), loader()], "needs one loader whose sampler gives the number of each"),
     "samples left out": (

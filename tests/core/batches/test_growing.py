@@ -16,8 +16,8 @@ from torch import Tensor, nn
 import lightning_tricks as lt
 from lightning_tricks.functional import growing_size
 from tests.callbacks.test_mixup import feed
-from tests.callbacks.test_swa import Resumable, save_at
-from tests.nets import assert_equal, build, fit, weights
+from tests.callbacks.test_swa import Resumable
+from tests.nets import SaveAt, Stream, assert_equal, build, fit, weights
 from tests.ranks import run_cases
 
 FULL, STEPS = 64, 12
@@ -136,16 +136,6 @@ class Items(Resumable):
         self.batches = batches
 
 
-class Stream(torch.utils.data.IterableDataset[Any]):
-    """Batches of which nobody knows how many there are."""
-
-    def __init__(self, batches: list[Any]) -> None:
-        self.batches = batches
-
-    def __iter__(self) -> Any:
-        return iter(self.batches)
-
-
 KINDS = [lt.ProgressiveResizing, lt.SequenceLengthWarmup]
 
 
@@ -217,7 +207,7 @@ def test_a_resumed_fit_goes_on_where_it_was(kind: Any, tmp_path: Any) -> None:
     given = samples(growth())
     loader = {"max_epochs": 1, "limit_val_batches": 0}
     straight = noting(build(Sized), callbacks=[growth()], train=Items(given), **loader)
-    save = save_at(5, tmp_path / "half.ckpt")
+    save = SaveAt(tmp_path / "half.ckpt", step=5)
     noting(build(Sized), callbacks=[growth(), save], train=Items(given), **loader)
     again = {"train": Items(given), "ckpt_path": tmp_path / "half.ckpt"}
     resumed = noting(build(Sized), callbacks=[growth()], **again, **loader)

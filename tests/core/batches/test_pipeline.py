@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from lightning.pytorch.callbacks import Callback, LambdaCallback, LearningRateFinder
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -17,11 +16,11 @@ import lightning_tricks as lt
 from lightning_tricks import Mixup
 from lightning_tricks.core.batches.pipeline import chosen
 from lightning_tricks.core.mixed_targets.target import MixedTarget
-from tests.callbacks.test_swa import Resumable, save_at
+from tests.callbacks.test_swa import Resumable
 from tests.core.batches.test_callback import ONCE, fail, watched
 from tests.core.batches.test_mixing import ImageNet, Watch, images
 from tests.few import few
-from tests.nets import NormNet, PlainNet, assert_equal, build, fit, loader, rank_loader, weights
+from tests.nets import NormNet, PlainNet, SaveAt, SteppedByHand, assert_equal, build, fit, loader, rank_loader, weights
 from tests.ranks import run_ranks
 
 # ---- one of several
@@ -266,7 +265,7 @@ def test_the_learning_rate_finder_does_not_shift_the_numbers() -> None:
 
 def _on_a_rank(path: Any, step: int | None) -> Any:
     watch, callbacks = watched()
-    saves = [] if step is None else [save_at(step, path)]
+    saves = [] if step is None else [SaveAt(path, step=step)]
     module = build(PlainNet)
     settings = {"strategy": "ddp", "devices": 2, "use_distributed_sampler": False, "callbacks": [*callbacks, *saves]}
     fit(module, train=rank_loader(), ckpt_path=None if saves else path, limit_val_batches=0, **settings)
@@ -336,17 +335,8 @@ def test_a_returned_loss_whose_samples_are_ambiguous_is_refused_before_the_first
     assert_equal(weights(module), before)
 
 
-class Manual(PlainNet):
-    """Optimizes by hand, and never calls SAM."""
-
-    automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        x, y = batch
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(F.cross_entropy(self(x), y))
-        optimizer.step()
+class Manual(SteppedByHand, PlainNet):
+    """Optimizes by hand."""
 
 
 class Ignores(PlainNet):

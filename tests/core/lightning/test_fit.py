@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -15,12 +14,12 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.loops.progress import _BaseProgress
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 import lightning_tricks as lt
 from lightning_tricks.core.lightning.steps import Plan, Span
 from tests.few import few
-from tests.nets import build, loader, trainer
+from tests.nets import Stream, build, loader, trainer
 from tests.ranks import run_ranks
 from tests.schedules.recording import FALLING, SaveEveryStep, Tiny, ones
 
@@ -270,16 +269,11 @@ def test_the_closed_form_counts_as_a_list_of_epochs_does() -> None:
             assert plan.steps_before(epoch, batch) == begun - inside
 
 
-class Stream(IterableDataset):  # type: ignore[type-arg]
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        return iter(torch.full((12, 1), 0.1))
-
-
 @pytest.mark.parametrize("batches", [True, 3])
 def test_fast_dev_run_tries_a_stream_whose_real_run_counts_steps(batches: int) -> None:
     def steps(**settings: Any) -> int:
         module = Tiny(lt.linear)
-        trainer(**settings).fit(module, DataLoader(Stream(), batch_size=1))
+        trainer(**settings).fit(module, DataLoader(Stream(torch.full((12, 1), 0.1)), batch_size=1))
         return len(module.optimizer.lrs)
 
     assert steps(max_epochs=-1, max_steps=8) == 8

@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import ChainedScheduler, ExponentialLR, LambdaLR, 
 
 import lightning_tricks as lt
 from tests.batches import with_sam
-from tests.nets import PlainNet, assert_equal, build, fit, weights
+from tests.nets import PlainNet, SteppedByHand, assert_equal, build, fit, weights
 
 
 def halved(steps: int) -> float:
@@ -388,17 +388,8 @@ def test_a_loss_of_other_weights_is_refused() -> None:
         fit(build(Parts))
 
 
-class Manual(PlainNet):
+class Manual(SteppedByHand, PlainNet):
     """Optimizes by hand, and never calls SAM."""
-
-    automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        x, y = batch
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(F.cross_entropy(self(x), y))
-        optimizer.step()
 
 
 def test_manual_optimization_without_sam_is_refused_before_the_first_optimizer_step() -> None:

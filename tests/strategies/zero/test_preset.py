@@ -30,6 +30,8 @@ from tests.few import few
 from tests.nets import (
     NormNet,
     PlainNet,
+    SaveAt,
+    SteppedByHand,
     assert_close,
     assert_equal,
     build,
@@ -82,18 +84,8 @@ class Late(CosineNet):
             self.layers = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 2))
 
 
-class Manual(PlainNet):
+class Manual(SteppedByHand, PlainNet):
     """Steps by itself."""
-
-    def __init__(self, lr: float = 0.1) -> None:
-        super().__init__(lr)
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(F.cross_entropy(self(batch[0]), batch[1]))
-        optimizer.step()
 
 
 class ManualClipping(Manual):
@@ -268,15 +260,6 @@ def test_16_bits_give_nearly_the_same() -> None:
 # -- checkpoints ------------------------------------------------------------------------------------------------------
 
 
-class Save(Callback):
-    def __init__(self, path: str) -> None:
-        self.path = path
-
-    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if trainer.current_epoch == 0:
-            trainer.save_checkpoint(self.path)
-
-
 def evaluate(module: pl.LightningModule, path: str | None, **settings: Any) -> dict[str, Any]:
     run = trainer(devices=2, use_distributed_sampler=False, **settings)
     return {
@@ -291,7 +274,7 @@ def save_and_load(folder: str, whole: str) -> dict[str, Any]:
     for stage, offload in ((2, "cpu"), (3, "none"), (3, "cpu")):
         path = f"{folder}/{stage}{offload}"
         module = build(CosineNet)
-        run, through = both(module, zero(stage=stage, offload=offload), [Save(path), lt.EMA(0.5)], **STEPS)
+        run, through = both(module, zero(stage=stage, offload=offload), [SaveAt(path, epoch=0), lt.EMA(0.5)], **STEPS)
         after = run.validate(module, loader(48), verbose=False)
         _, resumed = both(build(CosineNet), zero(stage=stage, offload=offload), [lt.EMA(0.5)], **STEPS, ckpt_path=path)
         results[stage, offload] = {
@@ -313,7 +296,7 @@ def save_and_load(folder: str, whole: str) -> dict[str, Any]:
 def loaded(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("zero")
     for name, kind in (("plain", Stateless), ("norm", NormNet)):
-        alone(build(kind), **STEPS, callbacks=[Save(str(folder / name))])
+        alone(build(kind), **STEPS, callbacks=[SaveAt(str(folder / name), epoch=0)])
     ranks = run_ranks(save_and_load, str(folder), str(folder))
     return [{**rank, "folder": folder} for rank in ranks]
 
@@ -334,7 +317,7 @@ def test_a_folder_is_validated_tested_and_predicted_with(
 ) -> None:
     path = str(tmp_path / "half")
     module = build(CosineNet)
-    run = alone(module, **STEPS, callbacks=[Save(path), lt.EMA(0.5)])
+    run = alone(module, **STEPS, callbacks=[SaveAt(path, epoch=0), lt.EMA(0.5)])
     after = run.validate(module, loader(48), verbose=False)[0]
     for rank in loaded:
         assert rank[engine]["after"][0] == pytest.approx(after, abs=1e-5)
@@ -543,7 +526,7 @@ def test_a_folder_is_no_file_of_whole_weights(tmp_path: Path) -> None:
 
 
 def save_shards(folder: str) -> None:
-    both(build(PlainNet), zero(), [Save(folder)])
+    both(build(PlainNet), zero(), [SaveAt(folder, epoch=0)])
 
 
 def resume_alone(path: str) -> str:
