@@ -181,7 +181,7 @@ MUTANTS = {
         "core/batches/growing.py",
         "step, start, stop = float(plan_step(trainer))",
         "step, start, stop = float(trainer.global_step)",
-        "fuzz/test_lives.py::test_a_life_is_that_of_the_plain_loop",
+        "core/batches/test_growing.py::test_a_fit_after_an_interrupted_one_has_the_sizes_of_the_plan",
     ),
     "Mixup weighs the partner by lam": Mutant(
         "callbacks/mixup.py",

@@ -10,6 +10,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.nn.functional as F
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
@@ -17,7 +18,7 @@ import lightning_tricks as lt
 from lightning_tricks.functional import growing_size
 from tests.callbacks.test_mixup import feed
 from tests.callbacks.test_swa import Resumable
-from tests.nets import SaveAt, Stream, assert_equal, build, fit, weights
+from tests.nets import SaveAt, Stream, assert_equal, build, fit, trainer, weights
 from tests.ranks import run_cases
 
 FULL, STEPS = 64, 12
@@ -213,6 +214,25 @@ def test_a_resumed_fit_goes_on_where_it_was(kind: Any, tmp_path: Any) -> None:
     resumed = noting(build(Sized), callbacks=[growth()], **again, **loader)
     assert resumed.noted == straight.noted[5:]
     assert_equal(weights(resumed), weights(straight))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_fit_after_an_interrupted_one_has_the_sizes_of_the_plan(kind: Any) -> None:
+    growth, module = kind(0.25, stop=20, multiple_of=1), build(Sized)
+    given, left = feed(*samples(growth)), iter([False] * (STEPS + 2) + [True])
+
+    class Interrupts(Callback):
+        def on_train_batch_end(self, *_: Any) -> None:
+            if next(left, False):
+                raise KeyboardInterrupt
+
+    run = trainer(max_epochs=2, callbacks=[growth, Interrupts()])
+    with pytest.raises(SystemExit):
+        run.fit(module, given, given)
+    NOTED.clear()
+    run.fit(module, given, given)  # the epoch that was interrupted begins again
+    sizes = [naive_size(step, FULL, 0.25, 0, 20, 1) for step in range(STEPS, 2 * STEPS)]
+    assert [shape[-1] for _, shape in NOTED] == sizes
 
 
 def two_ranks(kind: Any) -> list[Any]:
