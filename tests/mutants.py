@@ -301,10 +301,10 @@ MUTANTS = {
         "evaluation/test_ensemble.py::test_hyperparameters_that_name_code_are_refused",
     ),
     "a program is a checkpoint": Mutant(
-        "checkpoints/newest.py",
+        "core/safe_load/damage.py",
         "    if is_program(file):",
         "    if False:",
-        "faults/test_hostile.py::test_the_newest_checkpoint_is_found_without_running_it",
+        "core/safe_load/test_damage.py::test_a_program_is_told_from_a_checkpoint",
     ),
     "a step that is no number is compared": Mutant(
         "checkpoints/newest.py",
