@@ -286,6 +286,7 @@ def _count_on_a_rank() -> list[Any]:
     return found
 
 
+@pytest.mark.slow
 def test_the_count_is_what_two_ranks_take():
     ranks = run_ranks(_count_on_a_rank)
     assert ranks[0] == ranks[1]

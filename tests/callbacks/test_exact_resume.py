@@ -309,6 +309,7 @@ def test_so_it_does_with_all_loaders_workers_and_stops(name: str, given: dict[st
     assert (whole.seen == plain.seen) == (name not in DRAWS_LATER)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("settings", [{"accumulate_grad_batches": 2}, {"val_check_interval": 2}], ids=str)
 def test_so_it_does_with_accumulation_and_validations(settings: dict[str, Any], tmp_path: Path) -> None:
     hook = "on_validation_end" if "val_check_interval" in settings else "on_train_epoch_end"
@@ -458,6 +459,7 @@ def test_a_loader_with_a_state_goes_on_by_it(sized: bool, tmp_path: Path) -> Non
     check(make, tmp_path, "on_train_batch_end", "on_before_backward", every=3)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.filterwarnings("ignore")
 def test_so_does_that_of_torchdata(workers: int, tmp_path: Path) -> None:
@@ -658,6 +660,7 @@ class Recorded(Seen):
         pl.seed_everything(7, verbose=False)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("more", [(), (lt.ExactResume,)], ids=["alone", "beside ExactResume"])
 def test_a_run_of_many_lives_sees_every_sample_once_an_epoch(more: Any, tmp_path: Path) -> None:
     seen, count, module = lives(LOADERS["shuffled"], tmp_path, 1, *more, max_epochs=5)
@@ -842,6 +845,7 @@ FEW = [("shuffled", 0), ("buckets", 1)]
 MORE = [(name, size) for name in KINDS for size in (0, 1) if (name, size) not in (*FEW, ("in order", 1))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cases", [FEW, pytest.param(MORE, marks=pytest.mark.slow)], ids=["few", "more"])
 def test_so_they_do_on_another_number_of_ranks(cases: list[tuple[str, int]], tmp_path: Path) -> None:
     ones = {case: life((case[0], 0), str(Path(tmp_path, *map(str, case), "one")), None, 1) for case in cases}

@@ -648,7 +648,7 @@ def fit_shards(engine: str, folder: str) -> dict[str, Any]:
     return {name: value.numpy() for name, value in ended.items()}
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["fsdp2", "zero3"])
 def test_shards_are_averaged_recalibrated_and_resumed_as_one_process(engine: str, tmp_path: Any) -> None:
     assert_as_one_process(run_ranks(fit_shards, engine, str(tmp_path)))

@@ -343,7 +343,7 @@ def launched(command: list[str], folder: Path) -> tuple[Any, int | None]:
     return status, fork.poll()
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @STARTS
 def test_lightnings_own_launcher_starts_the_second_process(start: list[str], folder: Path) -> None:
     """A fork in the place of the new interpreter that it is with ``-m slow``."""

@@ -295,6 +295,7 @@ def of_ranks(folder: Path, resumed: bool) -> dict[str, Any]:
     return {"report": columns(callback.report), "noted": module.noted}
 
 
+@pytest.mark.slow
 def test_all_ranks_have_what_all_have_seen_also_after_a_resume(tmp_path: Path) -> None:
     whole = run_ranks(of_ranks, tmp_path, False)
     noted: dict[int, list[list[float]]] = {}

@@ -374,6 +374,7 @@ def test_nothing_has_moved_afterwards(on: str, tmp_path: Any) -> None:
     assert callback.found.keys() == {MEAN, VARIANCE}
 
 
+@pytest.mark.few(1)
 @everywhere
 def test_training_that_goes_on_elsewhere_is_as_without(on: str) -> None:
     class Last(Callback):

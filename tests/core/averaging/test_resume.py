@@ -422,6 +422,7 @@ def renamed_on_ranks(engine: str, folder: str) -> str:
     return str(caught.value)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("engine", ["fsdp2-one-file", "zero3", pytest.param("zero2", marks=pytest.mark.slow)])
 def test_other_names_of_sharded_weights_are_refused(engine: str, tmp_path: Path) -> None:
     for message in run_ranks(renamed_on_ranks, engine, str(tmp_path)):

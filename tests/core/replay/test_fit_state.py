@@ -244,6 +244,7 @@ def test_a_gradient_scaler_starts_anew() -> None:
     assert_equal(*ended)
 
 
+@pytest.mark.slow
 def test_a_compiled_module() -> None:
     class Silent(Net):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:

@@ -139,6 +139,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(tmp_path_factory.mktemp("saved"))
 
 
+@pytest.mark.few(1)
 @each
 def test_resume_from_what_was_saved_is_exact_and_training_untouched(
     engine: str, folder: str, in_turn: Callable[..., Cases]
@@ -172,6 +173,7 @@ def fail(engine: str) -> None:
         assert torch.isin(part[: part.numel() // 2].flatten(), torch.cat([whole, torch.zeros(1)])).all()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("engine", ["fsdp2", "zero2", "zero3"])
 def test_the_raw_weights_come_back_without_the_other_ranks(engine: str) -> None:
     run_ranks(fail, engine)

@@ -219,6 +219,7 @@ def fit_again() -> dict[str, Any]:
     return {"config": config, "first": first, "now": strategy.config, "second": second, "third": third}
 
 
+@pytest.mark.slow
 def test_a_strategy_and_a_config_serve_several_trainers(
     engines: list[dict[Any, End]],
 ) -> None:
@@ -245,6 +246,7 @@ def fit_in_16_bits() -> dict[str, End]:
     return results
 
 
+@pytest.mark.slow
 def test_16_bits_give_nearly_the_same() -> None:
     module = build(CosineNet)
     alone(module, **STEPS)
