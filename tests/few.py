@@ -20,7 +20,7 @@ def few(values: Iterable[Any], count: int) -> list[Any]:
 
 
 def spread(size: int, count: int) -> set[int]:
-    """So many numbers below a size, the first and the last among them."""
+    """So many numbers below a size, spread over them."""
     return {round(number * (size - 1) / max(count - 1, 1)) for number in range(count)}
 
 
