@@ -13,7 +13,7 @@ BIN    := $(VENV)/bin
 PIP    := DS_BUILD_OPS=0 $(BIN)/python -m pip -qq --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-versions test-clients test-xla gpu notebooks matrix bench tables exports docs check clean FORCE
+.PHONY: help demo test test-all test-versions test-clients test-xla gpu mutants notebooks matrix bench tables exports docs check clean FORCE
 .NOTPARALLEL: # two pips must not write to one .venv
 
 help: ## list the targets
@@ -31,6 +31,9 @@ test: $(VENV)/.test check ## lint, check types, run doctests and fast tests
 
 test-all: $(VENV)/.test-all check ## the same with the slow tests, Ray, the site and its pages
 	$(CPU) $(BIN)/python -m pytest -n auto --dist loadfile -m "not gpu"
+
+mutants: $(VENV)/.test ## plant 48 faults, one after the other, and show that a test finds each; ONLY="average plan"
+	$(BIN)/python -m tests.mutants $(ONLY)
 
 notebooks: $(VENV)/.test ## execute the notebooks in full, from the scripts beside them
 	$(BIN)/python .ci/notebooks.py

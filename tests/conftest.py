@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from tests import fresh  # noqa: F401  # before anything else imports lightning_tricks
+from tests.few import keep_few
 from tests.speed import Garbage, cache_entry_points, cache_signatures, leave_devices_out, listen_to_lightning
 
 os.environ["OMP_NUM_THREADS"] = "1"  # for processes that a test starts
@@ -27,7 +28,9 @@ CHECKOUT = Path(__file__).parents[1]  # rootpath is another folder where tests r
 logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest leaves out what is slow
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    keep_few(items)
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):  # item.keywords has the names of folders, too
@@ -35,8 +38,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_xdist_auto_num_workers() -> int:
-    """Two more than there are cores: much of the time a worker waits for the ranks that it has started."""
-    return (os.cpu_count() or 1) + 2
+    """One more than there are cores: a worker waits for the ranks that it has started, and costs half a minute."""
+    return (os.cpu_count() or 1) + 1
 
 
 def names_here() -> set[str]:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 import torch.nn.functional as F
+from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from torch.utils.data import DataLoader, Subset, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
 
 TORCH_2_9 = torch.__version__.startswith("2.9.")  # the oldest, of which some tests know a limit
 
@@ -85,6 +88,51 @@ class PlainNet(Net):
     def __init__(self, lr: float = 0.1) -> None:
         super().__init__(lr)
         self.layers = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 2))
+
+
+class SteppedByHand(pl.LightningModule):
+    """Optimizes by hand, with the loss of the class that comes next."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        optimizer.step()
+
+
+class ShardedLayers(pl.LightningModule):
+    """With layers that Lightning's strategy for FSDP2 shards."""
+
+    def configure_model(self) -> None:
+        if isinstance(self.trainer.strategy, ModelParallelStrategy):
+            fully_shard(self.layers, mesh=self.device_mesh["data_parallel"])
+
+
+class Stream(IterableDataset[Any]):
+    """Samples, or batches, whose number nobody knows before."""
+
+    def __init__(self, samples: Any) -> None:
+        self.samples = samples
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.samples)
+
+
+class SaveAt(pl.Callback):
+    """Saves at the end of an epoch, or after the batch that makes an optimizer step."""
+
+    def __init__(self, path: Any, *, epoch: int = -1, step: int = -1) -> None:
+        self.path, self.epoch, self.step = path, epoch, step
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == self.step:
+            trainer.save_checkpoint(self.path)
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.current_epoch == self.epoch:
+            trainer.save_checkpoint(self.path)
 
 
 quiet: dict[str, Any] = {

@@ -404,3 +404,11 @@ def test_so_it_does_in_a_fresh_interpreter() -> None:
     assert not packages & HEAVY
     assert "torch.distributed.checkpoint" not in added["modules"], "it takes a tenth of a second"
     assert packages <= {*sys.stdlib_module_names, "lightning_tricks", "lightning", "torch", "torchmetrics"}
+
+
+def test_the_map_of_the_tests_has_every_folder() -> None:
+    tests = ROOT / "tests"
+    folders = {path.name for path in tests.iterdir() if path.is_dir() and any(path.glob("*.py"))}
+    text = (tests / "README.md").read_text()
+    assert folders == set(re.findall(r"`(\w+)`", "".join(re.findall(r"^\|(`.*?)\|", text, re.M))))
+    assert all((tests / name).is_file() for name in re.findall(r"`(\w+\.py)`", text))

@@ -205,16 +205,23 @@ def words(picture: Path) -> list[str]:
     return re.findall(r">([^<>\n]+)</text>", picture.read_text())
 
 
-def test_what_make_tables_writes_is_current(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    evidence, readme, quality_report, forest, curves, illustrations = (
-        importlib.import_module(name)
-        for name in ("evidence", "readme", "quality_report", "forest", "curves", "illustrations")
-    )
+def part(name: str, patch: pytest.MonkeyPatch) -> Any:
+    patch.syspath_prepend(ROOT / "benchmarks")
+    return importlib.import_module(name)
+
+
+def test_what_make_tables_writes_is_current(monkeypatch: pytest.MonkeyPatch) -> None:
+    evidence, readme = (part(name, monkeypatch) for name in ("evidence", "readme"))
     assert evidence.FILE.read_text() == evidence.text(), "run make tables"
     pages = readme.pages()
     assert {path: path.read_text() for path in readme.FOLDER.glob("*.md")} == pages, "run make tables"
     assert all(len(row.what) <= 74 and row.what.endswith(".") for row in CATALOGUE)
+
+
+@pytest.mark.slow
+def test_the_pictures_that_make_tables_draws_are_current(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ("evidence", "quality_report", "forest", "curves", "illustrations")
+    evidence, quality_report, forest, curves, illustrations = (part(name, monkeypatch) for name in names)
     for picture, draw in (
         *((each.PICTURE, partial(each.draw, result=evidence.result("quality"))) for each in (quality_report, forest)),
         (curves.PICTURE, curves.draw),

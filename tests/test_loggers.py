@@ -120,6 +120,7 @@ def test_every_metric_goes_to_every_logger(names: list[str], tmp_path: Path) -> 
                 assert logged[key][-1][1] == pytest.approx(last[key], rel=1e-6)
 
 
+@pytest.mark.few(20)
 @pytest.mark.parametrize("name", [name for name, trick in SETTINGS.items() if not trick.images])
 def test_each_trick_logs_what_is_said_here(name: str, tmp_path: Path) -> None:
     trick = SETTINGS[name]

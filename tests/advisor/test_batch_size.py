@@ -20,12 +20,12 @@ from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 import lightning_tricks as lt
 from lightning_tricks.advisor.batch_size import accumulation_for, find_batch_size, search_sizes
 from tests.device.devices import device
-from tests.nets import Net, PlainNet, assert_equal, build, data, loader, trainer, weights
+from tests.nets import Net, PlainNet, Stream, assert_equal, build, data, loader, trainer, weights
 from tests.ranks import run_ranks
 
 # -- the search -------------------------------------------------------------------------------------------------------
@@ -123,6 +123,7 @@ def test_any_start_leads_there(start: int) -> None:
     assert find(build(Limited), initial=start).batch_size == 11
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("train", "size"),
     [
@@ -462,11 +463,6 @@ def test_values_out_of_range_are_refused(arguments: dict[str, Any], error: type[
         find(build(Limited), **arguments)
 
 
-class Stream(IterableDataset[Any]):
-    def __iter__(self) -> Any:
-        return iter(data(8))
-
-
 class Endless(torch.utils.data.Sampler[int]):
     def __iter__(self) -> Any:
         return iter(range(8))
@@ -475,7 +471,7 @@ class Endless(torch.utils.data.Sampler[int]):
 @pytest.mark.parametrize(
     ("train", "match"),
     [
-        (DataLoader(Stream(), 4), "DataLoader of an IterableDataset"),
+        (DataLoader(Stream(data(8)), 4), "DataLoader of an IterableDataset"),
         (DataLoader(data(8), batch_sampler=[[0, 1], [2, 3]]), "DataLoader with list"),
         (DataLoader(data(8), batch_size=None), "DataLoader with no batch sampler"),
         ({"a": loader(8), "b": loader(8)}, "got 2 loaders"),

@@ -64,6 +64,7 @@ CASES: list[tuple[Any, dict[str, Any], str | None]] = [
 ]
 
 
+@pytest.mark.few(10)
 @pytest.mark.parametrize(("model", "hardware", "expected"), CASES)
 def test_the_tree(model: Any, hardware: dict[str, Any], expected: str | None) -> None:
     machines = Hardware(**{"device_memory": 24 * GB, "host_memory": 256 * GB, **hardware})

@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_tricks as lt
 from tests.conformance.engines import cpu_deepspeed
-from tests.nets import PlainNet, assert_equal, build, fit, loader, rank_loader, trainer, weights
+from tests.nets import PlainNet, SteppedByHand, assert_equal, build, fit, loader, rank_loader, trainer, weights
 from tests.ranks import run_ranks
 
 
@@ -193,19 +193,8 @@ def test_the_precision_is_the_trainers(tmp_path: Path) -> None:
     assert "is finite in this Trainer" in str(nothing)
 
 
-class ByHand(Suspect):
+class ByHand(SteppedByHand, Suspect):
     """Steps by itself."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        loss = super().training_step(batch, batch_idx)
-        self.manual_backward(loss)
-        optimizer.step()
 
 
 class Checkpointed(Suspect):

@@ -56,6 +56,7 @@ def check(result: dict[str, Any]) -> None:
     assert all(list(each) == ["what", "limit", "measured", "met"] for each in result["targets"])
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in NAMES]
 )
@@ -166,7 +167,8 @@ def test_a_missing_peer_and_an_unknown_name_are_named(
     assert "there is no benchmark emma; there are checkpoints, data_wait, ema," in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("broken", ["run", pytest.param("targets", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("broken", ["run", "targets"])
 def test_a_crash_leaves_a_record_and_the_others_are_measured(
     broken: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -58,6 +58,7 @@ def test_two_points_have_no_line() -> None:
     assert [each["met"] for each in scaling.targets(points)] == [None, None]
 
 
+@pytest.mark.slow
 def test_the_picture_has_a_panel_for_each(tmp_path: Path) -> None:
     scaling = part("cost.step_scaling")
     result = {"rows": [row._asdict() for row in synthetic()]}

@@ -7,17 +7,21 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.fsdp import fully_shard
 
 import lightning_tricks as lt
 import lightning_tricks.core.replay.recompute as recomputing
+from lightning_tricks.callbacks.activation_checkpointing import offload
 from lightning_tricks.core.lightning.patching import wrap_method
 from tests.conformance.engines import cpu_deepspeed
-from tests.core.replay.test_recompute import descend, wrapped
+from tests.core.replay.test_recompute import bert, descend, resnet, wrapped
+from tests.device.devices import CUDA, device
 from tests.nets import TORCH_2_9, Net, assert_close, assert_equal, build, fit, rank_loader, weights
 from tests.ranks import run_ranks
 
@@ -62,6 +66,7 @@ def trained(kind: type[Net], *callbacks: Callback, **settings: Any) -> dict[str,
     return gather.weights
 
 
+@pytest.mark.few(1)
 @policies
 def test_a_fit_is_bit_equal_to_one_without(policy: Any) -> None:
     plain, module = build(Deep), build(Deep)
@@ -100,6 +105,7 @@ class Sharp(lt.SAMMixin, Deep):
     sam = lt.SAM(rho=0.1)
 
 
+@pytest.mark.few(5)
 @policies
 @pytest.mark.parametrize(
     "others",
@@ -187,6 +193,7 @@ def test_state_is_right_where_a_compiled_graph_breaks(policy: str) -> None:
     assert again[0].norm.num_batches_tracked == 2
 
 
+@pytest.mark.few(1)
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @policies
 def test_a_compiled_part_of_a_block_stays_compiled(policy: str) -> None:
@@ -280,3 +287,78 @@ def test_a_device_that_torch_has_no_module_for_is_refused(policy: Any) -> None:
 
     with pytest.raises(MisconfigurationException, match=r"on cuda, mps, xpu and cpu, got a device of type 'xla'"):
         fit(build(OnXLA), callbacks=[lt.ActivationCheckpointing(policy=policy)])
+
+
+# -- activations that wait in host memory: the same gradients, less memory of the device, and torch's checks ----------
+
+
+@pytest.mark.parametrize("made", [resnet, bert])
+def test_gradients_and_state_are_bit_equal(made: Any) -> None:
+    torch.manual_seed(0)
+    model, loss = made()
+    again = wrapped(model, "offload")
+    for _ in range(2):
+        assert_equal(descend(again, loss), descend(model, loss))
+
+
+def test_a_graph_is_used_several_times() -> None:
+    layer, x = nn.Linear(4, 4), torch.randn(3, 4)
+    value = offload(layer, layer.forward, x).square().sum()
+    first, second = (torch.autograd.grad(value, layer.weight, retain_graph=True)[0] for _ in range(2))
+    assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("written", ["input", "weight"])
+def test_a_saved_tensor_that_is_written_raises_as_without(written: str) -> None:
+    layer, x = nn.Linear(4, 4), torch.randn(3, 4, requires_grad=True) * 1
+    for forward in (layer, lambda x: offload(layer, layer.forward, x)):
+        value = forward(x).sum()
+        with torch.no_grad():
+            (x if written == "input" else layer.weight).add_(1)
+        with pytest.raises(RuntimeError, match=r"in-?place operation"):
+            value.backward()
+
+
+def test_nothing_is_saved_apart_without_gradients() -> None:
+    layer = nn.Linear(4, 4)
+    with torch.no_grad():
+        assert torch.equal(offload(layer, layer.forward, torch.ones(1, 4)), layer(torch.ones(1, 4)))
+
+
+def blocks(name: str, size: int = 256) -> tuple[nn.Sequential, Tensor]:
+    wide = 4 * size
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(size, wide), nn.GELU(), nn.Linear(wide, size)) for _ in range(8)))
+    return model.to(name), torch.randn(16 * size, size, device=name)
+
+
+@pytest.mark.parametrize("on", CUDA)
+def test_activations_leave_a_device_and_nobody_waits(on: str) -> None:
+    with device(on) as there:
+        model, x = blocks(there.name, 256 if there.simulation is None else 8)
+        again = wrapped(model, "offload")
+        F.mse_loss(model(x), x).backward()
+        with there.waits(at_most=0):
+            F.mse_loss(again(x), x).backward()
+        for own, other in zip(model.parameters(), again.parameters(), strict=True):
+            assert own.grad is not None
+            assert other.grad is not None
+            assert torch.equal(own.grad, other.grad)
+        saved: list[Tensor] = []
+        with saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):
+            offload(again[0], again[0].forward, x)
+        assert not saved, "the inner hooks take all of a block"
+
+
+@pytest.mark.gpu
+def test_a_gpu_keeps_fewer_bytes() -> None:
+    model, x = blocks("cuda")
+    again, peaks = wrapped(model, "offload"), []
+    for each in (model, again):
+        F.mse_loss(each(x), x).backward()  # workspaces are made
+        each.zero_grad()
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        value = F.mse_loss(each(x), x)
+        peaks.append(torch.cuda.memory_allocated() - before)
+        value.backward()
+    assert peaks[1] < 0.2 * peaks[0]

@@ -12,12 +12,22 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from timm.utils import adaptive_clip_grad
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_module, distribute_tensor, init_device_mesh
 
 import lightning_tricks as lt
 from tests.device.devices import CUDA, device
-from tests.nets import NormNet, PlainNet, assert_close, assert_equal, build, fit, loader, rank_loader, weights
+from tests.nets import (
+    NormNet,
+    PlainNet,
+    ShardedLayers,
+    assert_close,
+    assert_equal,
+    build,
+    fit,
+    loader,
+    rank_loader,
+    weights,
+)
 from tests.ranks import run_ranks
 
 SHAPES: list[tuple[int, ...]] = [(), (5,), (1,), (4, 3), (3, 1), (8, 3, 3, 3), (2, 4, 3, 1, 1)]
@@ -182,9 +192,8 @@ def _whole(module: nn.Module, output: DTensor, mesh: Any) -> Tensor:
     return output.full_tensor()
 
 
-class Sharded(PlainNet):
-    def configure_model(self) -> None:
-        fully_shard(self.layers, mesh=self.device_mesh["data_parallel"])
+class Sharded(ShardedLayers, PlainNet):
+    """Under FSDP2."""
 
 
 class Whole(Callback):

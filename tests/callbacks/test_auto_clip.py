@@ -13,12 +13,23 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
 
 import lightning_tricks as lt
 from lightning_tricks.callbacks.auto_clip import NormHistory, clip_value, scale_down_
 from tests.device.devices import CUDA, device
-from tests.nets import NormNet, PlainNet, assert_close, assert_equal, build, fit, loader, rank_loader, weights
+from tests.nets import (
+    NormNet,
+    PlainNet,
+    SaveAt,
+    ShardedLayers,
+    assert_close,
+    assert_equal,
+    build,
+    fit,
+    loader,
+    rank_loader,
+    weights,
+)
 from tests.ranks import run_ranks
 
 
@@ -101,6 +112,7 @@ def test_a_device_is_not_waited_for(on: str) -> None:
         torch.testing.assert_close(gradients, expected)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("on", CUDA)
 @pytest.mark.parametrize("history", [None, 4, 1000])
 def test_on_a_device_training_is_that_by_the_formula(history: int | None, on: str) -> None:
@@ -175,13 +187,8 @@ def test_each_optimizer_has_its_own_history() -> None:
 
 
 def test_a_resume_goes_on_exactly_with_the_history(tmp_path: Path) -> None:
-    class Save(Callback):
-        def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-            if trainer.current_epoch == 1:
-                trainer.save_checkpoint(tmp_path / "half.ckpt")
-
     whole, clip = build(NormNet), lt.AutoClip(30, history=5)
-    fit(whole, callbacks=[clip, Save()], max_epochs=4)
+    fit(whole, callbacks=[clip, SaveAt(tmp_path / "half.ckpt", epoch=1)], max_epochs=4)
     resumed, other = build(NormNet), lt.AutoClip(30, history=5)
     fit(resumed, callbacks=[other], max_epochs=4, ckpt_path=tmp_path / "half.ckpt")
     assert torch.equal(other.state_dict()["norms"][0], clip.state_dict()["norms"][0])
@@ -189,9 +196,8 @@ def test_a_resume_goes_on_exactly_with_the_history(tmp_path: Path) -> None:
     assert_equal(weights(resumed), weights(whole))
 
 
-class Sharded(PlainNet):
-    def configure_model(self) -> None:
-        fully_shard(self.layers, mesh=self.device_mesh["data_parallel"])
+class Sharded(ShardedLayers, PlainNet):
+    """Under FSDP2."""
 
 
 def on_two_ranks() -> tuple[list[float], list[float]]:

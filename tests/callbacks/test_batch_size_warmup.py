@@ -17,7 +17,7 @@ from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, WeightedRandomSampler
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, WeightedRandomSampler
 
 import lightning_tricks as lt
 from lightning_tricks.callbacks.batch_size_warmup import BatchSizeWarmup, doublings, factor_at
@@ -27,6 +27,7 @@ from tests.nets import (
     Net,
     NormNet,
     PlainNet,
+    Stream,
     assert_close,
     assert_equal,
     build,
@@ -191,6 +192,7 @@ def test_a_second_fit_with_the_same_callback_is_as_with_a_fresh_one(grow):
 # -- the count --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("grow", GROW)
 @pytest.mark.parametrize("batches", [4, 5, 11])
 def test_the_count_is_what_a_fit_takes(batches, grow):
@@ -284,6 +286,7 @@ def _count_on_a_rank() -> list[Any]:
     return found
 
 
+@pytest.mark.slow
 def test_the_count_is_what_two_ranks_take():
     ranks = run_ranks(_count_on_a_rank)
     assert ranks[0] == ranks[1]
@@ -391,6 +394,7 @@ def test_two_ranks_resume_as_one(tmp_path):
     assert [len(resumed[1]) for _, resumed in ranks[0]] == [8, 6, 8, 6]
 
 
+@pytest.mark.few(2)
 @pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before")
 @pytest.mark.parametrize("max_steps", [-1, 13])
 @pytest.mark.parametrize("grow", GROW)
@@ -682,16 +686,11 @@ class NoLength(torch.utils.data.Sampler):
         return iter(range(8))
 
 
-class Stream(IterableDataset):
-    def __iter__(self) -> Any:
-        return iter(data())
-
-
 @pytest.mark.parametrize(
     ("found", "train"),
     [
         ("OwnBatches", lambda: DataLoader(data(), batch_sampler=OwnBatches(SequentialSampler(data()), 8, False))),
-        ("of an IterableDataset", lambda: DataLoader(Stream(), 8)),
+        ("of an IterableDataset", lambda: DataLoader(Stream(data()), 8)),
         ("no batch sampler", lambda: DataLoader(data(), batch_size=None)),
         ("SizedStream, which counts", lambda: SizedStream(5)),
         ("OwnLength, which counts", lambda: OwnLength(data(), 8)),

@@ -26,8 +26,8 @@ import lightning_tricks as lt
 from lightning_tricks.functional import colout, cutout
 from tests.callbacks.test_mixup import feed
 from tests.callbacks.test_sequence_length_warmup import Looks
-from tests.callbacks.test_swa import Resumable, save_at
-from tests.nets import assert_equal, build, fit, quiet, weights
+from tests.callbacks.test_swa import Resumable
+from tests.nets import SaveAt, assert_equal, build, fit, quiet, weights
 from tests.ranks import run_ranks
 
 B, H, W, SEED = 6, 16, 16, 7  # the seed of ``fit``
@@ -166,7 +166,7 @@ def test_a_resumed_fit_goes_on_exactly(make: Any, tmp_path: Any) -> None:
     def callback() -> Any:
         return lt.BatchTransform(make())
 
-    straight = fitted(callback(), save_at(3, tmp_path / "half.ckpt"))
+    straight = fitted(callback(), SaveAt(tmp_path / "half.ckpt", step=3))
     torch.manual_seed(99)
     resumed = fitted(callback(), ckpt_path=tmp_path / "half.ckpt")
     assert_equal(weights(resumed), weights(straight))

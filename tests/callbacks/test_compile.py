@@ -25,7 +25,7 @@ from torch.distributed.fsdp import fully_shard
 
 import lightning_tricks as lt
 from tests.conformance.engines import cpu_deepspeed
-from tests.nets import Net, NormNet, assert_close, assert_equal, build, fit, rank_loader, weights
+from tests.nets import Net, NormNet, SaveAt, assert_close, assert_equal, build, fit, rank_loader, weights
 from tests.ranks import run_ranks
 
 ROOT = Path(__file__).parent.parent.parent
@@ -93,6 +93,7 @@ def trained(kind: type[Net], *callbacks: Callback, **settings: Any) -> dict[str,
     return weights(module)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("kind", "modules", "graphs"),
     [
@@ -393,12 +394,7 @@ def test_a_compiled_graph_is_used_twice() -> None:
 
 
 def test_resume_is_exact(tmp_path: Any) -> None:
-    class Save(Callback):
-        def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-            if trainer.current_epoch == 0:
-                trainer.save_checkpoint(tmp_path / "half.ckpt")
-
-    whole = trained(NormNet, lt.Compile(backend=FAST), Save())
+    whole = trained(NormNet, lt.Compile(backend=FAST), SaveAt(tmp_path / "half.ckpt", epoch=0))
     assert_equal(trained(NormNet, lt.Compile(backend=FAST), ckpt_path=tmp_path / "half.ckpt"), whole)
 
 

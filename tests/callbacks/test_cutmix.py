@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Callable
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
 
 import lightning_tricks as lt
 from lightning_tricks import CutMix
 from lightning_tricks.functional import cutmix
+from tests.batches import fed, refused, stepping
 from tests.callbacks.test_mixup import feed, run
 from tests.core.batches.test_mixing import (
     DEVICES,
@@ -28,7 +32,7 @@ from tests.core.batches.test_mixing import (
     train_by_hand,
 )
 from tests.device.devices import device
-from tests.nets import assert_close, assert_equal, build, fit, weights
+from tests.nets import PlainNet, assert_close, assert_equal, build, fit, loader, weights
 
 
 def marked(batch: int, *shape: int) -> Tensor:
@@ -202,6 +206,7 @@ def test_it_works_with_sam_accumulation_and_bf16() -> None:
         assert all(map(torch.equal, first, noted))
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(("on", "precision"), DEVICES)
 @pytest.mark.parametrize(
     "callback", [lt.Mixup(1.0), lt.Mixup(1.0, per_sample=True), lt.CutMix()], ids=lambda c: c.state_key
@@ -323,3 +328,163 @@ def test_it_is_built_from_yaml_and_trains(prefix: str, tmp_path: Any, monkeypatc
     assert (mixup.alpha, mixup.stop, mixup.inputs, mixup.target) == (1, 0.5, 0, "1")
     assert (cutmix.start, cutmix.inputs, cutmix.target, cutmix.prob) == (3, ["0"], [1], 0.5)
     assert tool.trainer.global_step == 6
+
+
+class Images(Dataset[Any]):
+    """Images whose every pixel tells its class; the masks, and a label of the image."""
+
+    def __init__(self, form: str) -> None:
+        self.form = form
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> Any:
+        mask = torch.full((8, 8), index % 3)
+        one_hot = F.one_hot(mask, 3).permute(2, 0, 1).float()
+        masks = {"mask": mask, "one-hot": one_hot, "multi-channel": torch.cat([one_hot, one_hot]), "both": mask}
+        masks["channels-last"] = one_hot.permute(1, 2, 0)
+        image = 20 * one_hot - 10
+        sample = {"image": image, "mask": masks[self.form]}
+        return {**sample, "label": index % 3} if self.form == "both" else sample
+
+
+class Pixels(pl.LightningModule):
+    """A perfect labeller of pixels: its loss is 0 on every image that is what its mask says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+        self.losses: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        logits, mask = self.scale * batch["image"], batch["mask"]
+        if mask.ndim == 4:
+            mask = mask.permute(0, 3, 1, 2) if mask.shape[1:3] == (8, 8) else mask
+            logits = logits.repeat(1, mask.shape[1] // 3, 1, 1)
+            loss = F.binary_cross_entropy_with_logits(logits, mask)
+        else:
+            loss = F.cross_entropy(logits, mask)
+        self.losses.append(float(loss.detach()))
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        """Nothing to validate."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+@pytest.mark.parametrize("form", ["mask", "one-hot", "channels-last", "multi-channel"])
+def test_cutmix_pastes_spatial_targets(form: str) -> None:
+    module, cut = build(Pixels), lt.CutMix(target="mask")
+    fit(module, train=DataLoader(Images(form), 8), callbacks=[cut], limit_val_batches=0)
+    assert cut.drawn is not None
+    assert 0 < cut.drawn.lam < 1
+    assert max(module.losses) < 1e-3
+
+
+def test_cutmix_mixes_labels_beside_masks_by_area() -> None:
+    found: list[Tensor] = []
+
+    class Labels(Pixels):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            loss = super().training_step(batch, batch_idx)
+            means = self.scale * batch["image"].mean((2, 3))
+            label = F.cross_entropy(means, batch["label"])
+            # the share of each class in the pasted mask is its weight in the loss
+            shares = F.one_hot(torch.as_tensor(batch["mask"]), 3).flatten(1, 2).float().mean(1)
+            found.append(torch.stack([label.detach().as_subclass(Tensor), F.cross_entropy(means, shares).detach()]))
+            return loss + label
+
+    cut, module = lt.CutMix(target=["mask", "label"]), build(Labels)
+    fit(module, train=DataLoader(Images("both"), 8), callbacks=[cut], limit_val_batches=0)
+    assert max(module.losses) < 1e-3
+    for mixed, expected in found:
+        torch.testing.assert_close(mixed, expected)
+
+
+def with_part(**extra: Any) -> DataLoader[Any]:
+    def collate(samples: list[Any]) -> Any:
+        x, y = torch.utils.data.default_collate(samples)
+        return {
+            "image": x[:, :, None].expand(-1, -1, 8).clone(),
+            "label": y,
+            **{k: v(len(x)) for k, v in extra.items()},
+        }
+
+    return DataLoader(loader().dataset, 8, collate_fn=collate)
+
+
+class Detector(PlainNet):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return F.cross_entropy(self(batch["image"].mean(-1)), batch["label"])
+
+
+@pytest.mark.parametrize(
+    ("part", "target", "message"),
+    [
+        (lambda n: torch.zeros(n, 3, 4), ["label", "boxes"], r"batch\['boxes'\], .* \(8, 3, 4\)"),
+        (lambda n: torch.zeros(n, 3, 4), None, r"batch\['boxes'\]"),
+        (lambda n: torch.zeros(n, 8, 8, dtype=torch.long), None, r"batch\['boxes'\].*name it in target="),
+        (lambda n: torch.zeros(n, 4), ["label", "boxes"], r"batch\['boxes'\], .* \(8, 4\)"),
+        (lambda n: torch.zeros(n, 4, 4), ["label", "boxes"], r"batch\['boxes'\], .* \(8, 4, 4\)"),
+    ],
+    ids=["boxes as target", "boxes beside", "a mask that is not named", "a box a sample", "heat maps of another size"],
+)
+def test_cutmix_refuses_geometry_that_it_cannot_paste(part: Any, target: Any, message: str) -> None:
+    module = build(Detector)
+    before = weights(module)
+    with pytest.raises(MisconfigurationException, match=message):
+        fit(module, train=with_part(boxes=part), limit_val_batches=0, callbacks=[lt.CutMix(target=target)])
+    assert_equal(weights(module), before)
+
+
+def pictures(image: tuple[int, ...], mask: tuple[int, ...] | None = None) -> DataLoader[Any]:
+    return fed(lambda x, y, ids: {"image": torch.rand(8, *image), "y": y if mask is None else torch.rand(8, *mask)})
+
+
+def flat(module: Any, batch: Any) -> Tensor:
+    x = batch["image"].flatten(1)[:, :8]
+    return module(x).mean() * 0 + F.mse_loss(module(x).mean(1), torch.rand(8)) + batch["y"].float().mean()
+
+
+@pytest.mark.parametrize("image", [(16, 16, 3), (16, 12, 1), (9, 16, 12, 4)])
+def test_cutmix_refuses_channels_behind_the_image(image: tuple[int, ...]) -> None:
+    refused(stepping(flat), r"CutMix .*batch\['image'\].*movedim\(-1, 1\)", [lt.CutMix()], train=pictures(image))
+
+
+@pytest.mark.parametrize("image", [(3, 16, 3), (3, 16, 16), (64, 4, 4), (64, 1, 1), (13, 16, 16), (1, 16, 16, 4)])
+def test_cutmix_takes_channels_before_the_image(image: tuple[int, ...]) -> None:
+    def step(module: Any, batch: Any) -> Tensor:
+        return F.cross_entropy(module(batch["image"].flatten(1).mean(1, keepdim=True).expand(-1, 8)), batch["y"])
+
+    fit(build(stepping(step)), train=pictures(image), callbacks=[lt.CutMix()], limit_val_batches=0, max_epochs=1)
+
+
+@pytest.mark.parametrize("image", [(3, 8, 8), (8, 8, 8)])
+def test_cutmix_refuses_a_mask_with_as_many_classes_as_rows_and_columns(image: tuple[int, ...]) -> None:
+    message = (
+        r"which dimensions are height and width in batch\['y'\].*mask of labels without channels.*\(B, 1, D, H, W\)"
+    )
+    refused(stepping(flat), message, [lt.CutMix()], train=pictures(image, (8, 8, 8)))
+
+
+@pytest.mark.parametrize("trick", [lambda: lt.CutMix(), lambda: lt.ProgressiveResizing(0.5, stop=9, multiple_of=2)])
+@pytest.mark.parametrize("mask", [(8, 8, 8), (1, 8, 8, 8), (2, 8, 8, 8)])
+def test_the_mask_of_a_cubic_volume_follows_it(mask: tuple[int, ...], trick: Callable[[], Any]) -> None:
+    """Every pixel of the mask tells the volume that it came from."""
+
+    def step(module: Any, batch: Any) -> Tensor:
+        volume, mask = batch["image"], batch["y"]
+        assert volume.shape[-3:] == mask.shape[-3:]
+        assert torch.equal((mask if mask.ndim == 5 else mask[:, None]).mean(1), volume.mean(1))
+        found.append(mask.unique().numel())
+        return module(volume.mean((1, 2, 3))[:, :1].expand(-1, 8)).sum()
+
+    found: list[int] = []
+    pixels = torch.arange(8.0).view(-1, 1, 1, 1, 1)
+    batch = {"image": pixels.expand(8, 2, 8, 8, 8).clone(), "y": pixels.view(-1, *[1] * len(mask)).expand(8, *mask)}
+    train = DataLoader([batch], batch_size=None, collate_fn=lambda each: each)  # type: ignore[arg-type]
+    fit(build(stepping(step)), train=train, callbacks=[trick()], limit_val_batches=0, max_epochs=1)
+    assert found == [8]

@@ -18,9 +18,8 @@ from torch.utils.data import DataLoader, Dataset
 import lightning_tricks as lt
 from lightning_tricks.callbacks import data_wait
 from lightning_tricks.callbacks.data_wait import useful_workers
-from tests.callbacks.test_swa import save_at
 from tests.device.devices import CUDA, device
-from tests.nets import NormNet, PlainNet, assert_equal, build, data, fit, trainer, weights
+from tests.nets import NormNet, PlainNet, SaveAt, assert_equal, build, data, fit, trainer, weights
 
 
 def spend(seconds: float, computing: bool) -> None:
@@ -141,7 +140,7 @@ def test_it_begins_anew_with_every_fit_and_warns_once_in_each() -> None:
 
 @pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch")
 def test_an_epoch_that_is_resumed_is_measured_too(tmp_path: Path) -> None:
-    fit(PlainNet(), train=DataLoader(data(24), 4), callbacks=[save_at(3, tmp_path / "half.ckpt")], max_epochs=1)
+    fit(PlainNet(), train=DataLoader(data(24), 4), callbacks=[SaveAt(tmp_path / "half.ckpt", step=3)], max_epochs=1)
     shares, again = Shares(), {"train": DataLoader(Slow(0.02, 24), 4), "ckpt_path": tmp_path / "half.ckpt"}
     with pytest.warns(UserWarning, match="Training waits for data"):
         fit(PlainNet(), callbacks=[lt.DataWait(), shares], max_epochs=1, log_every_n_steps=1, **again)

@@ -28,7 +28,6 @@ from torch.utils.data import (
     BatchSampler,
     DataLoader,
     Dataset,
-    IterableDataset,
     RandomSampler,
     Sampler,
     SubsetRandomSampler,
@@ -39,7 +38,7 @@ from torch.utils.data import (
 import lightning_tricks as lt
 from lightning_tricks.core.lightning.loaders import training_steps
 from tests.few import few
-from tests.nets import assert_equal, trainer, weights
+from tests.nets import Stream, assert_equal, trainer, weights
 from tests.ranks import run_cases
 
 pytestmark = [
@@ -227,12 +226,14 @@ def test_an_unbroken_fit_is_the_same_with_and_without_it(name: str) -> None:
         assert_equal(weights(exact), weights(plain))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", few(LOADERS, 4))
 def test_a_fit_goes_on_exactly_wherever_it_was_saved(name: str, tmp_path: Path) -> None:
     hooks = ("on_train_batch_end", "on_train_epoch_end", "on_train_epoch_start", "on_before_backward")
     check(LOADERS[name], tmp_path, *hooks, every=5)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["shuffled", "lazy"])
 def test_so_it_does_with_workers(name: str, tmp_path: Path) -> None:
     check(lambda: LOADERS[name](num_workers=2), tmp_path, "on_train_batch_end", every=8)
@@ -325,6 +326,7 @@ def test_so_it_does_with_all_loaders_workers_and_stops(name: str, given: dict[st
     assert (whole.seen == plain.seen) == (name not in DRAWS_LATER)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("settings", [{"accumulate_grad_batches": 2}, {"val_check_interval": 2}], ids=str)
 def test_so_it_does_with_accumulation_and_validations(settings: dict[str, Any], tmp_path: Path) -> None:
     hook = "on_validation_end" if "val_check_interval" in settings else "on_train_epoch_end"
@@ -474,6 +476,7 @@ def test_a_loader_with_a_state_goes_on_by_it(sized: bool, tmp_path: Path) -> Non
     check(make, tmp_path, "on_train_batch_end", "on_before_backward", every=3)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.filterwarnings("ignore")
 def test_so_does_that_of_torchdata(workers: int, tmp_path: Path) -> None:
@@ -530,11 +533,6 @@ def test_other_code_sees_the_loader_as_it_was() -> None:
 # -- refused by name --------------------------------------------------------------------------------------------------
 
 
-class Stream(IterableDataset[Any]):
-    def __iter__(self) -> Iterator[Any]:
-        return iter(Numbered())
-
-
 class Own(DataLoader[Any]):
     def __iter__(self) -> Any:
         return super().__iter__()
@@ -557,7 +555,7 @@ class Listed:
 
 UNKNOWN: dict[str, tuple[Callable[[], Any], type, str]] = {
     "stream": (
-        lambda: DataLoader(Stream(), 8),
+        lambda: DataLoader(Stream(Numbered()), 8),
         Seen,
         "of type DataLoader with an IterableDataset, Stream. Use torchdata's StatefulDataLoader",
     ),
@@ -631,6 +629,7 @@ OTHERS: dict[str, tuple[Make, Make, str]] = {
 }
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("case", OTHERS)
 @pytest.mark.parametrize("trick", [lt.ExactResume, lambda: lt.Preemption("runs")], ids=["ExactResume", "Preemption"])
 def test_other_samples_within_an_epoch_are_refused(case: str, trick: Any, tmp_path: Path) -> None:
@@ -678,6 +677,7 @@ class Recorded(Seen):
         pl.seed_everything(7, verbose=False)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("more", [(), (lt.ExactResume,)], ids=["alone", "beside ExactResume"])
 def test_a_run_of_many_lives_sees_every_sample_once_an_epoch(more: Any, tmp_path: Path) -> None:
     seen, count, module = lives(LOADERS["shuffled"], tmp_path, 1, *more, max_epochs=5)
@@ -835,6 +835,7 @@ def check_rest(first: list[Any], batches: int, second: list[Any], size: int, win
     assert lrs[-1] == pytest.approx(0.1 / (planned * EPOCHS))  # the schedule ends where training does
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("window", [1, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("size", [0, 1])
 @pytest.mark.parametrize("name", few(KINDS, 2))
@@ -861,6 +862,7 @@ FEW = [("shuffled", 0), ("buckets", 1)]
 MORE = [(name, size) for name in KINDS for size in (0, 1) if (name, size) not in (*FEW, ("in order", 1))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cases", [FEW, pytest.param(MORE, marks=pytest.mark.slow)], ids=["few", "more"])
 def test_so_they_do_on_another_number_of_ranks(cases: list[tuple[str, int]], tmp_path: Path) -> None:
     ones = {case: life((case[0], 0), str(Path(tmp_path, *map(str, case), "one")), None, 1) for case in cases}

@@ -109,6 +109,7 @@ REGIMES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("regime", REGIMES)
 def test_a_plain_loop_with_torchao_trains_the_same(regime: str, recipe: Recipe) -> None:

@@ -20,7 +20,20 @@ from torch.utils.data import DataLoader, Subset
 
 import lightning_tricks as lt
 from lightning_tricks.callbacks.gradual_unfreeze import unfreeze_order
-from tests.nets import Net, NormNet, assert_close, assert_equal, build, data, fit, loader, rank_loader, weights
+from tests.nets import (
+    Net,
+    NormNet,
+    SaveAt,
+    SteppedByHand,
+    assert_close,
+    assert_equal,
+    build,
+    data,
+    fit,
+    loader,
+    rank_loader,
+    weights,
+)
 from tests.ranks import run_ranks
 from tests.schedules.recording import SaveEveryStep
 
@@ -272,21 +285,17 @@ def test_one_group_is_what_lightnings_backbone_finetuning_does() -> None:
     assert_close(weights(ours), weights(theirs))
 
 
-class Save(Callback):
-    def __init__(self, folder: Path, epoch: int) -> None:
-        self.folder, self.epoch = folder, epoch
-
-    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        if trainer.current_epoch == self.epoch:
-            trainer.save_checkpoint(self.folder / f"{self.epoch}.ckpt")
-
-
 @pytest.mark.parametrize("kind", [Deep, DeepNorm, StepLRNet])
 @pytest.mark.parametrize("epoch", [0, 1, 2])
 def test_a_resume_is_exact_whatever_was_frozen(kind: type[Deep], epoch: int, tmp_path: Path) -> None:
     settings = {**SETTINGS, "at": [2, 4]}
     whole, resumed = build(kind), build(kind)
-    fit(whole, train=loader(24), callbacks=[lt.GradualUnfreeze(**settings), Save(tmp_path, epoch)], max_epochs=4)
+    fit(
+        whole,
+        train=loader(24),
+        callbacks=[lt.GradualUnfreeze(**settings), SaveAt(tmp_path / f"{epoch}.ckpt", epoch=epoch)],
+        max_epochs=4,
+    )
     watch = Watch()
     fit(
         resumed,
@@ -316,7 +325,11 @@ def test_a_resume_within_an_epoch_is_exact(step: int, tmp_path: Path) -> None:
 
 
 def test_a_resume_with_other_groups_is_refused(tmp_path: Path) -> None:
-    fit(build(Deep), train=loader(24), callbacks=[lt.GradualUnfreeze([9, 9], parameters=GROUPS), Save(tmp_path, 0)])
+    fit(
+        build(Deep),
+        train=loader(24),
+        callbacks=[lt.GradualUnfreeze([9, 9], parameters=GROUPS), SaveAt(tmp_path / "0.ckpt", epoch=0)],
+    )
     with pytest.raises(MisconfigurationException, match=r"a checkpoint with 4 frozen parameters .* the groups of that"):
         fit(
             build(Deep),
@@ -387,7 +400,7 @@ def on_two_ranks(folder: Path) -> dict[str, Any]:
         ("fsdp2 in a file", ShardedDeep, lambda: ModelParallelStrategy(2, 1, save_distributed_checkpoint=False)),
     ]:
         wrappers, whole, again = Wrappers(), Whole(), Whole()
-        save = Save(folder / name, 1)
+        save = SaveAt(folder / name / f"{1}.ckpt", epoch=1)
         callbacks = [lt.GradualUnfreeze([2, 9], parameters=GROUPS, lr_factor=0.5), whole, save]
         fit(build(kind), strategy=strategy(), callbacks=[*callbacks, wrappers], **common)
         told[name] = {key: value.numpy() for key, value in whole.weights.items()}
@@ -558,14 +571,8 @@ def test_a_group_that_joined_since_a_snapshot_leaves_again_when_training_goes_ba
     assert_equal(weights(spoiled), weights(run(-1, DataLoader(Subset(whole, left_out), 8))))
 
 
-class Manual(NormNet):
-    automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(F.cross_entropy(self(batch[0]), batch[1]))
-        optimizer.step()
+class Manual(SteppedByHand, NormNet):
+    """Steps by itself."""
 
 
 def test_manual_optimization_unfreezes_as_well() -> None:

@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import lightning_tricks as lt
-from tests.callbacks.test_swa import Resumable, save_at
+from tests.callbacks.test_swa import Resumable
 from tests.core.batches.test_mixing import DEVICES, Steps
 from tests.device.devices import device
 from tests.few import few
-from tests.nets import Net, NormNet, PlainNet, assert_close, assert_equal, build, fit, loader, trainer, weights
+from tests.nets import Net, NormNet, PlainNet, SaveAt, assert_close, assert_equal, build, fit, loader, trainer, weights
 
 SHAPE = {"vocab_size": 60, "num_labels": 3, "pad_token_id": 0, "initializer_range": 0.3, "max_position_embeddings": 16}
 SIZE = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -206,6 +206,7 @@ WAYS += [(name, by_logits) for name, case in CASES.items() if case.head is linea
 WAYS += [(name, by_pairs) for name in CASES if name != "tokens"]
 
 
+@pytest.mark.few(16)
 @pytest.mark.parametrize("pack", PACKS)
 @pytest.mark.parametrize(("name", "way"), WAYS, ids=lambda value: getattr(value, "__name__", value))
 def test_a_step_has_the_gradient_of_mixed_representations(name: str, way: Callable[..., Tensor], pack: str) -> None:
@@ -360,7 +361,7 @@ def test_resume_is_bit_exact(step: int, train: Callable[[], Any], first: bool, t
     runs, path = [], tmp_path / "x.ckpt"
     for ckpt_path in (None, path):
         mixup, module = lt.HiddenMixup("layers.2", prob=0.7), build(PlainNet)
-        watch, saves = Watch(mixup), [] if ckpt_path else [save_at(step, path)]
+        watch, saves = Watch(mixup), [] if ckpt_path else [SaveAt(path, step=step)]
         callbacks = [*saves, mixup, watch] if first else [mixup, watch, *saves]
         fit(module, callbacks=callbacks, train=train(), ckpt_path=ckpt_path)
         runs.append((weights(module), [str(numbers) for numbers in watch.drawn]))

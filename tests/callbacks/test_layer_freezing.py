@@ -18,8 +18,8 @@ from torch.utils.data import DataLoader, Subset
 
 import lightning_tricks as lt
 from lightning_tricks.callbacks.layer_freezing import freezing_order, frozen_layers
-from tests.callbacks.test_gradual_unfreeze import Deep, DeepNorm, Manual, Save, ShardedDeep, Spikes, Whole, Wrappers
-from tests.nets import Net, assert_close, assert_equal, build, data, fit, loader, rank_loader, weights
+from tests.callbacks.test_gradual_unfreeze import Deep, DeepNorm, Manual, ShardedDeep, Spikes, Whole, Wrappers
+from tests.nets import Net, SaveAt, assert_close, assert_equal, build, data, fit, loader, rank_loader, weights
 from tests.ranks import run_ranks
 
 NUMBERS = r"^layers\.(\d+)"
@@ -137,12 +137,17 @@ def test_an_average_approaches_the_last_weights_and_sam_does_not_move_them() -> 
     assert 0 < gaps[0] < 2**-5 * gaps[1]  # six updates by a half since the weights stopped
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("kind", [Deep, DeepNorm])
 @pytest.mark.parametrize("epoch", [0, 1, 2])
 def test_a_resume_is_exact_whatever_has_stopped(kind: type[Deep], epoch: int, tmp_path: Path) -> None:
     settings = {"start": 2, "stop": 6, "parameters": NUMBERS}  # the first layer stops at step 4, the second at 6
     through, resumed, watch = build(kind), build(kind), Watch()
-    callbacks = [lt.LayerFreezing(**settings), lt.EMA(0.5, at_end="averaged"), Save(tmp_path, epoch)]
+    callbacks = [
+        lt.LayerFreezing(**settings),
+        lt.EMA(0.5, at_end="averaged"),
+        SaveAt(tmp_path / f"{epoch}.ckpt", epoch=epoch),
+    ]
     fit(through, train=loader(24), callbacks=callbacks, max_epochs=4)
     callbacks = [lt.LayerFreezing(**settings), lt.EMA(0.5, at_end="averaged"), watch]
     fit(resumed, train=loader(24), callbacks=callbacks, max_epochs=4, ckpt_path=tmp_path / f"{epoch}.ckpt")
@@ -159,13 +164,18 @@ def test_adapters_that_have_stopped_are_saved_and_resumed_as_others(save: Any, t
         fit(module, train=loader(24), callbacks=[adapters, freezing, *others], max_epochs=4, ckpt_path=ckpt_path)
         return weights(module)
 
-    whole = end(Save(tmp_path, 1))
+    whole = end(SaveAt(tmp_path / "1.ckpt", epoch=1))
     assert_equal(end(ckpt_path=tmp_path / "1.ckpt"), whole)
 
 
 def test_a_longer_resume_keeps_what_has_stopped_and_other_layers_are_refused(tmp_path: Path) -> None:
     settings = {"start": 0, "stop": 0.5, "parameters": NUMBERS}
-    fit(build(Deep), train=loader(24), callbacks=[lt.LayerFreezing(**settings), Save(tmp_path, 1)], max_epochs=3)
+    fit(
+        build(Deep),
+        train=loader(24),
+        callbacks=[lt.LayerFreezing(**settings), SaveAt(tmp_path / "1.ckpt", epoch=1)],
+        max_epochs=3,
+    )
     watch, path = Watch(), tmp_path / "1.ckpt"
     longer = {**settings, "start": 0.9, "stop": 1.0}
     fit(build(Deep), train=loader(24), callbacks=[lt.LayerFreezing(**longer), watch], max_epochs=4, ckpt_path=path)
@@ -246,7 +256,7 @@ def on_two_ranks(folder: Path, names: list[str]) -> dict[str, Any]:
     for name in names:
         kind, strategy = STRATEGIES[name]
         wrappers, full, again = Wrappers(), Whole(), Whole()
-        callbacks = [lt.LayerFreezing(**settings), full, Save(folder / name, 1), wrappers]
+        callbacks = [lt.LayerFreezing(**settings), full, SaveAt(folder / name / "1.ckpt", epoch=1), wrappers]
         fit(build(kind), strategy=strategy(), callbacks=callbacks, **common)
         found[name] = {key: value.numpy() for key, value in full.weights.items()}
         if kind is Deep:

@@ -14,10 +14,10 @@ import torch.nn.functional as F
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset
 
 import lightning_tricks as lt
-from tests.nets import assert_close, assert_equal, build, fit, weights
+from tests.nets import Stream, assert_close, assert_equal, build, fit, weights
 
 CLASSES, WEIGHTS = 4, torch.tensor([1.0, 2.0, 1.0, 3.0])
 Sample = tuple[Tensor, Tensor]
@@ -271,15 +271,10 @@ def test_another_loss_is_refused(loss: Any, told: str) -> None:
     assert steps.made == 0
 
 
-class Stream(IterableDataset[Sample]):
-    def __iter__(self) -> Any:
-        return iter([Tail()[number] for number in range(16)])
-
-
 @pytest.mark.filterwarnings("ignore:Your .IterableDataset. has .__len__. defined")
 def test_what_cannot_be_counted_is_refused() -> None:
     with pytest.raises(MisconfigurationException, match=r"reads the training loader once .* got a DataLoader of an"):
-        trained(Net, lt.LogitAdjustment(), train=DataLoader(Stream(), 8))
+        trained(Net, lt.LogitAdjustment(), train=DataLoader(Stream([Tail()[number] for number in range(16)]), 8))
     samples = Tail()
     soft = DataLoader([(x, F.one_hot(y, CLASSES).float()) for x, y in samples], 8)
     with pytest.raises(MisconfigurationException, match=r"integers, got torch.float32 for batch\[1\]"):

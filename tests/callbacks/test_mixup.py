@@ -21,7 +21,7 @@ from lightning_tricks import Mixup
 from lightning_tricks.functional import mixup
 from tests.core.batches.test_mixing import Watch, naive_mixup, train_by_hand
 from tests.few import few
-from tests.nets import Net, NormNet, PlainNet, assert_close, assert_equal, build, fit, loader, weights
+from tests.nets import Net, NormNet, PlainNet, SteppedByHand, assert_close, assert_equal, build, fit, loader, weights
 from tests.reference.sam import naive_perturb
 
 BATCHES = list(loader())
@@ -222,16 +222,8 @@ class Unlogged(PlainNet):
         return F.cross_entropy(self(batch[0]), batch[1])
 
 
-class Manual(PlainNet):
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(F.cross_entropy(self(batch[0]), batch[1]))
-        optimizer.step()
+class Manual(SteppedByHand, PlainNet):
+    """Steps by itself."""
 
 
 @pytest.mark.parametrize("per_sample", [False, True])

@@ -161,6 +161,7 @@ class Library(Language):
         return self.model(**batch).loss
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "bert", "t5"])
 def test_in_models_of_transformers_the_input_embeddings_are_found(kind: str) -> None:
     """The weights are those of a module that adds the same noise by hand to what the model embeds."""

@@ -379,6 +379,7 @@ def in_two_processes(folder: Path, engine: str) -> dict[str, Any]:
     return {}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("engine", ["DDP", "FSDP2"])
 def test_two_ranks_save_what_one_process_saves(engine: str, tmp_path: Path) -> None:
     run_ranks(in_two_processes, tmp_path, engine)

@@ -8,17 +8,17 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch import Tensor
-from torch.distributed.fsdp import fully_shard
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset
 
 import lightning_tricks as lt
-from lightning_tricks.callbacks.rewind_on_spike import is_spike
+from lightning_tricks.callbacks.rewind_on_spike import Snapshot, is_spike
 from tests.conformance.engines import cpu_deepspeed
-from tests.nets import Net, PlainNet, assert_equal, build, data, fit, weights
+from tests.nets import Net, PlainNet, ShardedLayers, assert_equal, build, data, fit, weights
 from tests.ranks import run_ranks
 
 BATCHES = 16
@@ -74,6 +74,7 @@ def compare(
         assert_equal(mine["state"][number], state)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("factor", [1000.0, torch.inf, torch.nan])
 @pytest.mark.parametrize("settings", [{}, {"precision": "bf16-mixed"}, {"gradient_clip_val": 0.1}], ids=str)
 def test_it_goes_back_bit_for_bit(factor: float, settings: dict[str, Any]) -> None:
@@ -287,14 +288,10 @@ def test_resume_goes_on_counting(tmp_path: Any) -> None:
     assert (callback.rewinds, resumed.rewinds) == (1, 2)
 
 
-class Sharded(Spiky):
+class Sharded(ShardedLayers, Spiky):
     def __init__(self) -> None:
         super().__init__()
         self.layers = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 2))
-
-    def configure_model(self) -> None:
-        if isinstance(self.trainer.strategy, ModelParallelStrategy):
-            fully_shard(self.layers, mesh=self.device_mesh["data_parallel"])
 
 
 def two_ranks() -> None:
@@ -343,3 +340,114 @@ def test_what_is_out_of_range_is_refused(settings: dict[str, Any], message: str)
 def test_a_spike_is_judged_by_mean_and_deviation() -> None:
     before = [1.0, 2.0, 3.0]  # mean 2, deviation 1
     assert [is_spike(loss, before, 2.0) for loss in (3.9, 4.1, float("nan"), float("inf"))] == [False, True, True, True]
+
+
+# -- a snapshot is gone back to bit for bit ---------------------------------------------------------------------------
+
+
+def facts(trainer: Any, module: Any) -> dict[str, torch.Tensor]:
+    """Everything that a snapshot holds, as tensors."""
+    optimizer = trainer.optimizers[0].state_dict()
+    state = {f"{n}/{key}": value.clone() for n, each in optimizer["state"].items() for key, value in each.items()}
+    averages = {f"ema/{key}": value.clone() for key, value in trainer.callbacks[0]._running.tensors.items()}
+    scalars = {
+        "lr": optimizer["param_groups"][0]["lr"],
+        "weight_decay": optimizer["param_groups"][0]["weight_decay"],
+        "schedule": trainer.lr_scheduler_configs[0].scheduler.last_epoch,
+        "step": trainer.global_step,
+        "updates": trainer.callbacks[0]._running.updates,
+    }
+    scalars = {key: torch.tensor(float(value)) for key, value in scalars.items()}
+    return {**weights(module), **state, **averages, **scalars, "random": torch.get_rng_state()}
+
+
+class Adam(Net):
+    def configure_optimizers(self) -> Any:
+        return lt.cosine(torch.optim.AdamW(self.parameters(), lr=0.02), self)
+
+
+class GoesBack(Callback):
+    """Takes snapshots at the start and after two batches, goes back to each twice, the later first."""
+
+    def __init__(self) -> None:
+        self.held: list[tuple[Snapshot, dict[str, torch.Tensor]]] = []
+        self.went = 0
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx in (0, 2) and trainer.current_epoch == 0:
+            self.held.append((Snapshot(trainer, pl_module), facts(trainer, pl_module)))
+        if batch_idx in (3, 5) and trainer.current_epoch == 0:
+            snapshot, before = self.held[1 if batch_idx == 3 else 0]
+            for _ in range(2):
+                with torch.no_grad():
+                    pl_module.layers[0].weight.add_(1)
+                torch.rand(3)
+                trainer.optimizers[0].param_groups[0]["weight_decay"] = 0.7
+                snapshot.restore(trainer, pl_module)
+                assert_equal(facts(trainer, pl_module), before)
+                self.went += 1
+
+
+class Nested(torch.optim.SGD):
+    """Keeps a list of tensors for each weight."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        for weight in self.param_groups[0]["params"]:
+            self.state[weight].setdefault("list", [torch.zeros(1)])[0] += 1
+        return loss
+
+
+class KeepsLists(Net):
+    def configure_optimizers(self) -> Any:
+        return Nested(self.parameters(), lr=0.1)
+
+
+class ListsGoBack(Callback):
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        def counts() -> set[float]:
+            return {state["list"][0].item() for state in trainer.optimizers[0].state.values()}
+
+        if batch_idx == 1:
+            self.snapshot = Snapshot(trainer, pl_module)
+        if batch_idx in (3, 4):
+            assert counts() == {3.0 if batch_idx == 3 else 2.0}
+            self.snapshot.restore(trainer, pl_module)
+            assert counts() == {1.0}
+
+
+def test_tensors_within_the_state_of_an_optimizer() -> None:
+    fit(build(KeepsLists), callbacks=[ListsGoBack()], max_epochs=1)
+
+
+def test_everything_is_as_it_was() -> None:
+    callback = GoesBack()
+    fit(build(Adam), callbacks=[lt.EMA(0.9, at_end="raw"), callback])
+    assert callback.went == 4
+
+
+class Remakes(Net):
+    """Makes a new parameter for its codes in every step."""
+
+    def __init__(self, lr: float = 0.1) -> None:
+        super().__init__(lr)
+        self.codes = nn.Parameter(torch.ones(8), requires_grad=False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.codes = nn.Parameter(self.codes * 0.5, requires_grad=False)
+        return super().training_step([batch[0] + self.codes.clone(), batch[1]], batch_idx)
+
+
+class Returns(Callback):
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            self.snapshot, self.before = Snapshot(trainer, pl_module), weights(pl_module)
+        if batch_idx in (3, 4):
+            self.snapshot.restore(trainer, pl_module)
+            assert_equal(weights(pl_module), self.before)
+
+
+def test_a_parameter_that_a_step_has_made_anew_goes_back() -> None:
+    module = build(Remakes)
+    fit(module, callbacks=[Returns()], max_epochs=1, limit_val_batches=0)
+    assert module.codes.tolist() == [0.125] * 8  # one step before the snapshot, and two behind the last return

@@ -35,6 +35,7 @@ def with_mixin(base: type[NormNet], **sam: Any) -> type[NormNet]:
     return type(base)("Sharp", (lt.SAMMixin, base), {"sam": lt.SAM(0.3, **sam)})
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", SETTINGS)
 def test_it_is_bit_equal_to_the_mixin(name: str) -> None:
     sam, settings = SETTINGS[name]

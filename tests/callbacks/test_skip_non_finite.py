@@ -13,13 +13,12 @@ from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, Subset
 
 import lightning_tricks as lt
 from tests.conformance.engines import cpu_deepspeed
-from tests.nets import NormNet, PlainNet, assert_equal, build, data, fit, weights
+from tests.nets import NormNet, PlainNet, SaveAt, ShardedLayers, assert_equal, build, data, fit, weights
 from tests.ranks import run_ranks
 
 BATCHES = 12
@@ -66,6 +65,7 @@ def optimizer_state(run: pl.Trainer) -> dict[str, Tensor]:
     return {f"{number}/{key}": value for number, each in state.items() for key, value in each.items()}
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("how", ["gradient", "loss", "input"])
 @pytest.mark.parametrize("averaged", [False, True])
 @pytest.mark.parametrize(
@@ -250,13 +250,8 @@ def test_a_good_step_starts_the_row_anew() -> None:
 
 
 def test_a_resumed_run_goes_on_counting_and_is_exact(tmp_path: Any) -> None:
-    class Save(Callback):
-        def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-            if trainer.current_epoch == 0:
-                trainer.save_checkpoint(tmp_path / "half.ckpt")
-
     whole, resumed, skip = bad("input"), bad("input"), lt.SkipNonFinite()
-    fit(whole, train=batches(), callbacks=[lt.SkipNonFinite(), Save()])
+    fit(whole, train=batches(), callbacks=[lt.SkipNonFinite(), SaveAt(tmp_path / "half.ckpt", epoch=0)])
     run = fit(resumed, train=batches(), callbacks=[skip], ckpt_path=tmp_path / "half.ckpt")
     assert_equal(weights(resumed), weights(whole))
     assert (skip.skipped_steps, run.global_step) == (4, 20)
@@ -275,14 +270,10 @@ def test_a_wrong_number_is_refused(value: int) -> None:
         lt.SkipNonFinite(max_consecutive=value)
 
 
-class Sharded(Bad):
+class Sharded(ShardedLayers, Bad):
     def __init__(self) -> None:
         super().__init__()
         self.layers = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 2))
-
-    def configure_model(self) -> None:
-        if isinstance(self.trainer.strategy, ModelParallelStrategy):
-            fully_shard(self.layers, mesh=self.device_mesh["data_parallel"])
 
 
 def two_ranks() -> dict[str, Any]:

@@ -29,6 +29,8 @@ from tests.nets import (
     Net,
     NormNet,
     PlainNet,
+    SaveAt,
+    SteppedByHand,
     assert_close,
     assert_equal,
     build,
@@ -66,6 +68,7 @@ def assert_recalibrated(module: Net) -> None:
 # ---- the average itself
 
 
+@pytest.mark.few(16)
 @pytest.mark.parametrize("every", [None, 1, 4])
 @pytest.mark.parametrize("start", [0, 3, 6, 7])
 @pytest.mark.parametrize("accumulate", [1, 4])
@@ -368,15 +371,7 @@ def test_a_checkpoint_after_the_fit_scores_what_validate_says(tmp_path: Any) -> 
     assert run.validate(module, loader(24), verbose=False)[0]["val_loss"] == pytest.approx(ended, abs=1e-7)
 
 
-def save_at(step: int, path: Any) -> Callback:
-    class Save(Callback):
-        def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-            if trainer.global_step == step:
-                trainer.save_checkpoint(path)
-
-    return Save()
-
-
+@pytest.mark.few(8)
 @pytest.mark.parametrize(
     "settings", [{"start": 0}, {"start": 7}, {"start": 12}, {"start": 5, "every_n_steps": 4}], ids=str
 )
@@ -386,7 +381,7 @@ def test_resume_from_a_checkpoint_of_the_run_is_bit_exact(
     settings: dict[str, Any], ended: int, first: bool, tmp_path: Any
 ) -> None:
     whole, rest, swa, resumed = build(NormNet), build(NormNet), SWA(**settings), SWA(**settings)
-    save = save_at(ended, tmp_path / "x.ckpt")  # before and after the callback has had its turn
+    save = SaveAt(tmp_path / "x.ckpt", step=ended)  # before and after the callback has had its turn
     fit(whole, callbacks=[save, swa] if first else [swa, save], max_epochs=4)
     fit(rest, callbacks=[resumed], max_epochs=4, ckpt_path=tmp_path / "x.ckpt")
     assert swa._running.updates == resumed._running.updates
@@ -421,7 +416,7 @@ class Resumable:
 @pytest.mark.parametrize("step", [8, 10])
 def test_resume_in_mid_epoch_is_bit_exact(settings: dict[str, Any], step: int, tmp_path: Any) -> None:
     whole, rest, swa, resumed = build(NormNet), build(NormNet), SWA(**settings), SWA(**settings)
-    fit(whole, callbacks=[swa, save_at(step, tmp_path / "x.ckpt")], max_epochs=4, train=Resumable())
+    fit(whole, callbacks=[swa, SaveAt(tmp_path / "x.ckpt", step=step)], max_epochs=4, train=Resumable())
     fit(rest, callbacks=[resumed], max_epochs=4, ckpt_path=tmp_path / "x.ckpt", train=Resumable())
     assert swa._running.updates == resumed._running.updates
     assert_equal(weights(whole), weights(rest))
@@ -525,15 +520,8 @@ def test_a_fraction_of_an_unknown_length_is_refused_with_the_remedy() -> None:
         fit(build(), train=stream, callbacks=[SWA(start=0.5)])
 
 
-class Manual(Net):
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        self.optimizers().zero_grad()
-        self.manual_backward(super().training_step(batch, batch_idx))
-        self.optimizers().step()
+class Manual(SteppedByHand, Net):
+    """Steps by itself."""
 
 
 class Pulling(Net):
@@ -646,11 +634,6 @@ class ShardedNet(NormNet):
 
 
 def fit_shards(engine: str, folder: str) -> dict[str, Any]:
-    class Save(Callback):
-        def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-            if trainer.current_epoch == 1:
-                trainer.save_checkpoint(f"{folder}/half.ckpt")
-
     def run(*callbacks: Callback, **settings: Any) -> pl.Trainer:
         strategy = ModelParallelStrategy(2, 1) if engine == "fsdp2" else cpu_deepspeed()
         own: dict[str, Any] = {"strategy": strategy, "devices": 2, "use_distributed_sampler": False, "max_epochs": 4}
@@ -658,13 +641,14 @@ def fit_shards(engine: str, folder: str) -> dict[str, Any]:
         return fit(module, callbacks=list(callbacks), train=rank_loader(), **own, **settings)
 
     whole, rest = SWA(3), SWA(3)
-    run(whole, Save())
+    run(whole, SaveAt(f"{folder}/half.ckpt", epoch=1))
     run(rest, ckpt_path=f"{folder}/half.ckpt")
     ended = whole.averaged_state_dict()
     assert_equal(ended, rest.averaged_state_dict())
     return {name: value.numpy() for name, value in ended.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["fsdp2", "zero3"])
 def test_shards_are_averaged_recalibrated_and_resumed_as_one_process(engine: str, tmp_path: Any) -> None:
     assert_as_one_process(run_ranks(fit_shards, engine, str(tmp_path)))

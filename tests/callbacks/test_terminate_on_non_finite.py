@@ -12,12 +12,11 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor
-from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 import lightning_tricks as lt
 from tests.conformance.engines import cpu_deepspeed
-from tests.nets import NormNet, PlainNet, assert_equal, build, data, fit, loader, rank_loader, weights
+from tests.nets import NormNet, PlainNet, ShardedLayers, assert_equal, build, data, fit, loader, rank_loader, weights
 from tests.ranks import run_ranks
 
 
@@ -163,7 +162,7 @@ def test_the_default_folder_is_the_trainers(tmp_path: Path) -> None:
     assert (tmp_path / "non_finite-step=3" / "last_good.ckpt").is_file()
 
 
-class Sharded(Bad):
+class Sharded(ShardedLayers, Bad):
     bad_step = 2
 
     def __init__(self) -> None:
@@ -172,10 +171,6 @@ class Sharded(Bad):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), lr=0.02)
-
-    def configure_model(self) -> None:
-        if isinstance(self.trainer.strategy, ModelParallelStrategy):
-            fully_shard(self.layers, mesh=self.device_mesh["data_parallel"])
 
 
 def two_ranks(folder: Path) -> None:

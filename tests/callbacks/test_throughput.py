@@ -317,6 +317,7 @@ class Infers(PlainNet):
 ACTIVATIONS = (nn.SiLU, nn.GELU, nn.Softplus, nn.ELU, nn.Mish, nn.LogSigmoid, nn.LeakyReLU)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("kind", [*map(forces, ACTIVATIONS), Recurrent, Attends, Convolves, Infers, Net])
 def test_a_step_whose_operations_are_counted_is_the_same_bit_for_bit(kind: type[PlainNet]) -> None:
     plain, counted = build(kind), build(kind)

@@ -16,13 +16,12 @@ from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler,
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, IterableDataset
 
 import lightning_tricks as lt
 from tests.conformance.runs import fp16
 from tests.losses.test_lean_loss import causal
-from tests.nets import PlainNet, assert_close, assert_equal, build, fit, loader, weights
+from tests.nets import PlainNet, ShardedLayers, assert_close, assert_equal, build, fit, loader, weights
 from tests.ranks import Cases, run_cases
 
 IGNORED, WORDS, ACCUMULATED = -100, 11, 3
@@ -338,9 +337,8 @@ def test_a_resumed_run_is_bit_equal(tmp_path: Path) -> None:
 # -- two ranks --------------------------------------------------------------------------------------------------------
 
 
-class Sharded(Language):
-    def configure_model(self) -> None:
-        fully_shard(self.layers, mesh=self.device_mesh["data_parallel"])
+class Sharded(ShardedLayers, Language):
+    """Under FSDP2."""
 
 
 class Gather(Callback):

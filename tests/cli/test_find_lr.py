@@ -58,6 +58,7 @@ def run(*arguments: str | Path) -> int:
     return main(["find-lr", *map(str, arguments)])
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("method", [(), ("--method", "steepest"), ("--method", "minimum/10")])
 def test_it_prints_one_learning_rate_and_writes_nothing(
     method: tuple[str, ...], folder: Path, capsys: pytest.CaptureFixture[str]
@@ -160,6 +161,7 @@ def test_the_current_folder_is_imported_from_and_nothing_else_is_printed(folder:
     assert len(json.loads(second)["lrs"]) == 10
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("changes", "message", "names"),
     [

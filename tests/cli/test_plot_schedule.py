@@ -39,6 +39,7 @@ def test_the_curves_and_their_settings_are_those_of_the_package() -> None:
     assert vars(given).keys() - known.keys() == names - {"optimizer", "module", "total_steps"}
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("curve", CURVES)
 def test_a_picture_is_written(curve: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plot-schedule", curve, "--steps", "100", "-o", "lr.png", *SETTINGS.get(curve, [])]) == 0

@@ -183,6 +183,7 @@ def test_a_checkpoint_makes_nothing_and_changes_no_argument(
         assert "3.0" in shown
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
@@ -345,6 +346,7 @@ def launched(command: list[str], folder: Path) -> tuple[Any, int | None]:
     return status, fork.poll()
 
 
+@pytest.mark.slow
 @STARTS
 def test_lightnings_own_launcher_starts_the_second_process(start: list[str], folder: Path) -> None:
     """A fork in the place of the new interpreter that it is with ``-m slow``."""

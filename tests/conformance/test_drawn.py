@@ -55,6 +55,7 @@ def ends(name: str, hook: str = "on_train_start", *others: Callable[[], Callback
 NAMES = [param for param in every_third(1) if not str(param.values[0]).startswith("LoRA")]
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("name", NAMES)
 def test_weights_drawn_in_on_train_start_are_those_that_train(name: str) -> None:
     there, drawn = ends(name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset, Subset
+from torch.utils.data import DataLoader, Subset
 
 import lightning_tricks as lt
 from tests.conformance.preset_runs import PLAN, settings_of, whole
@@ -26,7 +26,7 @@ from tests.conformance.test_again import Stop
 from tests.conformance.test_manual import ManualNet
 from tests.conformance.test_resume import Resumable
 from tests.conformance.test_several import TwoOptimizers
-from tests.nets import PlainNet, assert_close, assert_equal, build, data, fit, loader, quiet, trainer, weights
+from tests.nets import PlainNet, Stream, assert_close, assert_equal, build, data, fit, loader, quiet, trainer, weights
 from tests.ranks import run_ranks
 
 FAMILIES = {
@@ -94,16 +94,6 @@ def again(module: Any, train: Any, **settings: Any) -> dict[str, Tensor]:
         run.fit_loop.max_epochs = epochs
         run.fit(module, train, loader(24))
     return gather.weights
-
-
-class Stream(IterableDataset[Any]):
-    """The batches of a loader, whose number it does not tell."""
-
-    def __init__(self, batches: Any) -> None:
-        self.batches = batches
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.batches)
 
 
 def lora() -> lt.LoRA:

@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 from lightning.pytorch.callbacks import Callback
-from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 import lightning_tricks as lt
 from tests.conformance.runs import refusal, run
 from tests.conformance.settings import SETTINGS, quick
-from tests.nets import NormNet, assert_equal, build, data, fit, weights
+from tests.nets import NormNet, Stream, assert_equal, build, data, fit, weights
 
 STEPS = 12  # of two epochs, which nothing else says
-
-
-class Stream(IterableDataset[tuple[Tensor, ...]]):
-    """The samples of ``loader()``, one after the other."""
-
-    def __iter__(self) -> Iterator[tuple[Tensor, ...]]:
-        samples = data()
-        return (samples[index] for index in range(len(samples)))
 
 
 @pytest.mark.parametrize("name", quick("EMA", "HardExampleFilter", "LRSchedule", "SWA", "cosine"))
@@ -31,12 +22,12 @@ def test_a_loader_without_a_length_gives_the_same(name: str, cell: Callable[...,
     last = trick.spoiled or trick.stops  # the bad batch is in the last epoch, which only max_epochs tells
     settings = {"max_epochs": 2 if last else -1, "max_steps": STEPS}
     if "iterable" in trick.refused:
-        told = refusal(trick, train=DataLoader(Stream(), batch_size=8), **settings)
+        told = refusal(trick, train=DataLoader(Stream(data()), batch_size=8), **settings)
         assert name in told
         assert "IterableDataset" in told
         cell(name, "iterable", "refused", told)
         return
-    streamed = run(trick, train=DataLoader(Stream(), batch_size=8), **settings)
+    streamed = run(trick, train=DataLoader(Stream(data()), batch_size=8), **settings)
     assert_equal(streamed, run(trick, **settings))
     cell(name, "iterable")
 
@@ -76,13 +67,14 @@ TIMES: dict[str, tuple[Callable[[], Callback], Callable[[], Callback]]] = {
 }
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("name", TIMES)
 def test_fractions_are_those_of_max_steps(name: str) -> None:
     net = SETTINGS[name].plain(NormNet)
     ended = []
     for make in TIMES[name]:
         module = build(net)
-        streamed = DataLoader(Stream(), batch_size=8)
+        streamed = DataLoader(Stream(data()), batch_size=8)
         fit(module, train=streamed, callbacks=[make()], max_epochs=-1, max_steps=STEPS)
         ended.append(weights(module))
     assert_equal(*ended)

@@ -46,6 +46,7 @@ def refuses_or_has_none(name: str) -> bool:
     return "accumulate" in SETTINGS[name].refused or not SETTINGS[name].has_limit
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("name", [case for case in every_third(2) if not refuses_or_has_none(case.values[0])])
 def test_at_the_no_op_limit_it_is_resumed_as_without_the_trick(
     name: str, tmp_path: Path, stock: Callable[[Enrolment], dict[str, Tensor]]

@@ -26,6 +26,7 @@ def passed(selected: Callable[..., list[str]], tmp_path_factory: pytest.TempPath
     )
 
 
+@pytest.mark.few(7)
 @pytest.mark.parametrize("name", every_third(2))
 def test_it_works_in_the_other_namespace(name: str, passed: list[str], cell: Callable[..., None]) -> None:
     assert f"{TEST}[fp32-{name}] pytorch_lightning" in passed

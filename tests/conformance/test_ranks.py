@@ -57,6 +57,7 @@ CELLS = [
 ]
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize(("strategy", "name"), CELLS)  # in fp32 all of them, in 16 bits one of each kind
 def test_two_ranks_agree_and_equal_one_process(
     name: str, strategy: str, ended: Callable[[str], Cases], cell: Callable[..., None]
@@ -115,6 +116,7 @@ SHARDED = [
 ]
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize(("engine", "name"), SHARDED)
 def test_sharded_weights_are_right_or_refused_by_name(
     name: str, engine: str, gathered: Callable[[str], Cases], cell: Callable[..., None]

@@ -16,6 +16,7 @@ import lightning_tricks as lt
 from tests.conformance.runs import run
 from tests.conformance.settings import SETTINGS, every_third
 from tests.conformance.trick import Enrolment
+from tests.few import slow
 from tests.nets import assert_equal, data
 
 EPOCHS = 3
@@ -67,7 +68,10 @@ def resumed(trick: Enrolment, folder: Any) -> tuple[dict[str, Tensor], list[dict
     return whole, [end(ckpt_path=folder / f"{step}-step={step}.ckpt") for step in (MIDDLE, END)]
 
 
-@pytest.mark.parametrize("name", [case for case in every_third(0) if case.values[0] != "reduce_on_plateau"])
+NAMES = [slow(case) if case.values[0] == "Compile" else case for case in every_third(0)]
+
+
+@pytest.mark.parametrize("name", [case for case in NAMES if case.values[0] != "reduce_on_plateau"])
 def test_a_resumed_run_is_bit_equal(name: str, tmp_path: Any, cell: Callable[..., None]) -> None:
     whole, ends = resumed(SETTINGS[name], tmp_path)
     for end in ends:

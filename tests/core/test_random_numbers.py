@@ -60,19 +60,23 @@ def test_a_state_drawn_from_stays_what_it_was() -> None:
 @pytest.mark.parametrize("on", EVERY)
 def test_the_devices_generator_is_among_them(on: str) -> None:
     with device(on) as there:
-        at = torch.device(there.name, 0)
-        state = random_state(at)
-        first = torch.rand(3, device=at)
-        with random_numbers_of(state, at):
-            assert torch.equal(torch.rand(3, device=at), first)
-        with random_numbers_from(5, at):
-            seeded = torch.rand(3, device=at)
-        second = torch.rand(3, device=at)
-        with random_numbers_from(5, at):
-            assert torch.equal(torch.rand(3, device=at), seeded)
-        set_random_state(state, at)
+        require_the_same_numbers(torch.device(there.name, 0))
+
+
+def require_the_same_numbers(at: torch.device) -> None:
+    """Of the generator of a device."""
+    state = random_state(at)
+    first = torch.rand(3, device=at)
+    with random_numbers_of(state, at):
         assert torch.equal(torch.rand(3, device=at), first)
-        assert torch.equal(torch.rand(3, device=at), second)
+    with random_numbers_from(5, at):
+        seeded = torch.rand(3, device=at)
+    second = torch.rand(3, device=at)
+    with random_numbers_from(5, at):
+        assert torch.equal(torch.rand(3, device=at), seeded)
+    set_random_state(state, at)
+    assert torch.equal(torch.rand(3, device=at), first)
+    assert torch.equal(torch.rand(3, device=at), second)
 
 
 def test_a_device_without_a_generator_that_can_be_set_is_refused() -> None:

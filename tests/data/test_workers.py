@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler
+from torch.utils.data import DataLoader, RandomSampler
 
 import lightning_tricks as lt
 from lightning_tricks.data import WorkersResult
 from lightning_tricks.data.workers import best_of, candidates, with_workers
 from tests.callbacks.test_data_wait import Slow
-from tests.nets import data
+from tests.nets import Stream, data
 
 
 def found(num_workers: int, seconds: dict[int, float], **settings: Any) -> WorkersResult:
@@ -66,11 +66,6 @@ def test_the_loader_and_random_numbers_are_left_alone() -> None:
     assert vars(loader) == attributes
 
 
-class Stream(IterableDataset[Any]):
-    def __iter__(self) -> Any:
-        return iter(torch.ones(64, 2))
-
-
 class Own(DataLoader[Any]):
     """A class of somebody's, with an argument more."""
 
@@ -79,7 +74,7 @@ class Own(DataLoader[Any]):
         self.more = more
 
 
-@pytest.mark.parametrize("loader", [DataLoader(Stream(), 8), Own("more"), DataLoader(data(9), None)])
+@pytest.mark.parametrize("loader", [DataLoader(Stream(torch.ones(64, 2)), 8), Own("more"), DataLoader(data(9), None)])
 def test_loaders_of_any_kind_are_timed(loader: Any) -> None:
     assert lt.find_num_workers(loader, most=1, seconds=0.02, rounds=2).seconds.keys() == {0, 1}
 

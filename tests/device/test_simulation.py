@@ -151,6 +151,7 @@ def planted(statement: Statement, **device: Any) -> list[Found]:
     return plant.found
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("name", WAITS)
 def test_what_the_host_waits_for_is_found(name: str) -> None:
     found = planted(WAITS[name])

@@ -75,6 +75,7 @@ def by_hand(files: list[Path], x: Tensor, mean: str) -> Tensor:
     return (sum(each.softmax(-1) for each in outputs) / len(outputs)).log()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("mean", ["probabilities", "logits"])
 def test_all_stages_see_the_mean(mean: Any, files: list[Path]) -> None:
     net = Ensemble.from_checkpoints(files, Wide, mean=mean)
@@ -170,6 +171,7 @@ class Odd(Scored):
                 "pixels": logits[:, :, None]}[self.kind]  # fmt: skip
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("kind", "error", "message"),
     [

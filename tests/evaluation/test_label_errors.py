@@ -16,14 +16,14 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
+from torch.utils.data import DataLoader, Subset, TensorDataset
 
 import lightning_tricks as lt
 from lightning_tricks.core.replay.rerun import is_replaying
 from lightning_tricks.evaluation import LabelReport
 from tests.conformance.test_resume import Resumable
 from tests.device.devices import device
-from tests.nets import NormNet, PlainNet, assert_equal, build, data, fit, loader, quiet, trainer, weights
+from tests.nets import NormNet, PlainNet, Stream, assert_equal, build, data, fit, loader, quiet, trainer, weights
 from tests.ranks import run_ranks
 
 SAMPLES = 44
@@ -101,6 +101,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", SETTINGS)
 @pytest.mark.filterwarnings("ignore:.*(num_workers|prefetch_factor)")
 def test_losses_and_margins_are_those_of_the_step(name: str) -> None:
@@ -164,6 +165,7 @@ class Sharp(lt.SAMMixin, Noted):
             super().note(logits, batch)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("kind", [Mean, Summed, Nll, Binary, Smoothed, Twice, Sharp])
 def test_losses_of_every_form_have_margins(kind: Any) -> None:
     fit(plain := build(kind), train=numbers_loader(shuffle=False))
@@ -293,6 +295,7 @@ def of_ranks(folder: Path, resumed: bool) -> dict[str, Any]:
     return {"report": columns(callback.report), "noted": module.noted}
 
 
+@pytest.mark.slow
 def test_all_ranks_have_what_all_have_seen_also_after_a_resume(tmp_path: Path) -> None:
     whole = run_ranks(of_ranks, tmp_path, False)
     noted: dict[int, list[list[float]]] = {}
@@ -330,17 +333,15 @@ def test_processes_that_share_a_batch_count_it_once() -> None:
 # -- what is refused --------------------------------------------------------------------------------------------------
 
 
-class Stream(IterableDataset[Any]):
-    def __iter__(self) -> Any:
-        yield from data()
-
-
 def without_one(samples: list[Any]) -> Any:
     return torch.utils.data.default_collate(samples[1:])
 
 
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
-    "a stream": (lambda: DataLoader(Stream(), 8), "LabelErrors cannot find its place in .* with an IterableDataset"),
+    "a stream": (
+        lambda: DataLoader(Stream(data()), 8),
+        "LabelErrors cannot find its place in .* with an IterableDataset",
+    ),
     "a loader with a state": (lambda: Resumable(data()), "needs one loader whose sampler gives the number of each"),
     "several loaders": (lambda: [loader(), loader()], "needs one loader whose sampler gives the number of each"),
     "samples left out": (

@@ -131,6 +131,7 @@ def life(folder: Path, failures: Failures, epochs: int) -> Any:
     return weights(module), state(load(folder / "final.ckpt"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("count", "epochs"), [(20, 10), pytest.param(2000, 1000, marks=pytest.mark.slow)])
 def test_a_run_that_fails_over_and_over_ends_as_one_that_does_not(count: int, epochs: int, tmp_path: Path) -> None:
     never = Failures(0)

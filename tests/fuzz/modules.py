@@ -25,7 +25,7 @@ from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler,
 from lightning.pytorch.utilities import move_data_to_device
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 from torchmetrics import Accuracy, MetricCollection
 
 from tests.fuzz import labels, padded
@@ -50,6 +50,7 @@ from tests.fuzz.parts import DIFFERENTIATES, EXTRAS
 from tests.fuzz.states import KINDS, MOMENTS, PLACES, State, told
 from tests.fuzz.writes import MOMENTS as OF_WRITES
 from tests.fuzz.writes import OWNERS, SPELLINGS, Write
+from tests.nets import Stream
 
 SAMPLES, SIZE = 12, 4  # of the data, of a batch
 
@@ -110,16 +111,6 @@ def samples(spec: Spec) -> tuple[Tensor, Tensor]:
     shape = (1, 2, 4) if spec.net in OF_IMAGES else (8,)
     x = torch.randn(SAMPLES, *shape, generator=generator, dtype=torch.double if spec.net == "double" else torch.float)
     return x, torch.randint(CLASSES, (SAMPLES,), generator=generator)
-
-
-class Stream(IterableDataset[Any]):
-    """Batches without a number that is known before."""
-
-    def __init__(self, batches: list[Any]) -> None:
-        self.batches = batches
-
-    def __iter__(self) -> Any:
-        return iter(self.batches)
 
 
 def form_of(spec: Spec) -> Batch:

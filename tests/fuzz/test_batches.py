@@ -78,7 +78,7 @@ def assert_mixed(x: Tensor, mixed: Tensor, drawn: Any, by_sums: bool) -> None:
         assert bool(((mixed == x) | (mixed == x[drawn.index])).all())
 
 
-@cases(150)
+@cases(60)
 @given(made=batches(), kind=st.sampled_from([lt.Mixup, lt.CutMix]), seed=st.integers(0, 99))
 def test_a_batch_is_mixed_or_what_is_in_it_is_named(made: tuple[int, Any], kind: type, seed: int) -> None:
     _, batch = made
@@ -95,7 +95,7 @@ def test_a_batch_is_mixed_or_what_is_in_it_is_named(made: tuple[int, Any], kind:
     assert same(batch, before), "the batch itself was changed"
 
 
-@cases(150)
+@cases(60)
 @given(made=batches(), data=st.data())
 def test_some_samples_of_a_batch_are_those_samples_everywhere(made: tuple[int, Any], data: st.DataObject) -> None:
     size, batch = made

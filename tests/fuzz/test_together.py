@@ -17,6 +17,7 @@ OF_BATCHES = ("BatchTransform", "CutMix", "HiddenMixup", "Mixup", "ProgressiveRe
 APART = {("LayerFreezing", "LoRA")}  # the layer that it freezes is frozen beside LoRA, but for its adapters
 
 
+@pytest.mark.few(10)
 @pytest.mark.parametrize("name", AT_WORK)
 def test_a_trick_at_work_trains_the_same_again_or_is_refused_in_time(name: str) -> None:
     again(name, 1)
@@ -33,13 +34,21 @@ def again(name: str, modules: int) -> None:
     assert sum(found) >= modules // 10, f"{name} was accepted by {sum(found)} of {modules} modules"
 
 
-@pytest.mark.parametrize(
-    "name", ["EMA", *(pytest.param(name, marks=pytest.mark.slow) for name in TRICKS if name != "EMA")]
-)
+def test_a_trick_at_its_limit_beside_others_changes_nothing_or_is_refused_in_time() -> None:
+    beside_others("EMA", 5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TRICKS)
 def test_a_trick_at_its_limit_beside_each_other_one_changes_nothing_or_is_refused_in_time(name: str) -> None:
+    beside_others(name, 1)
+
+
+def beside_others(name: str, every: int) -> None:
     others = [other for other in TRICKS if other != name and not (TRICKS[other].sam and TRICKS[name].sam)]
     modules = drawn(specs(), len(others), [*TRICKS].index(name))
-    found = [accepted(spec, name, other) for spec, other in zip(modules, others, strict=True)]
+    pairs = list(zip(modules, others, strict=True))[::every]
+    found = [accepted(spec, name, other) for spec, other in pairs]
     assert sum(found) >= len(found) / 20, f"{name} was accepted beside {sum(found)} of {len(found)} tricks"
 
 

@@ -47,6 +47,7 @@ def test_all_biases_of_a_vgg_go_and_none_of_a_resnet() -> None:
     assert lt.drop_bias_before_batchnorm(resnet18(num_classes=4)) == []
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("dimensions", [1, 2, 3])
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("settings", [{}, {"affine": False}, {"track_running_stats": False}, {"momentum": None}])
@@ -97,6 +98,7 @@ class Branching(nn.Module):
 KINDS = ["skip", "returned", "in training", "twice", "norm twice", "bias read", "between"]
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("example", [(), (torch.ones(2, 3, 4, 4),)], ids=["traced", "run"])
 def test_a_bias_that_somebody_needs_stays(kind: str, example: tuple[Any, ...]) -> None:

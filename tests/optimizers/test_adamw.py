@@ -17,7 +17,7 @@ from torch.utils import cpp_extension
 from lightning_tricks.optimizers.adamw import adamw
 from tests.nets import PlainNet, assert_close, build, fit, loader, spelled, trainer, weights
 from tests.ranks import run_ranks
-from tests.strategies.zero.test_deepspeed import STEPS, End, both, zero
+from tests.strategies.zero.test_preset import STEPS, End, both, zero
 
 SETTINGS: dict[str, Any] = {"lr": 0.01, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1}
 

@@ -77,6 +77,7 @@ def preset_and_apart() -> str:
     return tests.pl.__name__
 
 
+@pytest.mark.slow
 def test_two_ranks_of_a_preset_equal_strategy_and_precision_apart() -> None:
     assert run_ranks(preset_and_apart) == ["pytorch_lightning"] * 2
 

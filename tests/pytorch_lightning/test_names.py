@@ -46,6 +46,7 @@ def test_the_packages_list_the_same_names() -> None:
         assert all(getattr(theirs, name) is other(getattr(ours, name)) for name in ours.__all__)
 
 
+@pytest.mark.few(50)
 @pytest.mark.parametrize("name", PUBLIC)
 def test_a_name_is_another_object_of_the_same_source_and_signature(name: str) -> None:
     ours, theirs = PUBLIC[name], other(PUBLIC[name])

@@ -489,6 +489,7 @@ def test_a_group_that_joins_takes_the_momentum_of_the_cycle():
 # -- the tail for averaging -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("factory", FACTORIES)
 def test_the_tail_goes_behind_every_curve_with_its_groups(factory):
     for start, anneal in product([12, 0.6], [0, 3, 0.1]):

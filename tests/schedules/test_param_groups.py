@@ -68,6 +68,7 @@ def of_timm(name: str, **settings: Any) -> Any:
         return timm.create_model(name, **settings)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", TIMM)
 def test_as_timm_groups(name):
     from timm.optim import param_groups_layer_decay

@@ -83,6 +83,7 @@ SETTINGS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", [Scripted, ScriptedManual])
 def test_a_fit_follows_the_rule_in_every_step(kind):
     for settings in SETTINGS:
@@ -282,6 +283,7 @@ def test_a_resumed_fit_takes_the_same_learning_rates(tmp_path, kind):
         assert len(resumed) == 40 - step
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before")  # any data will do here
 def test_a_resumed_fit_of_lightning_is_that_of_torchs_scheduler(tmp_path):
     for kind, folder in ((Scripted, tmp_path / "ours"), (WithTorchs, tmp_path / "theirs")):

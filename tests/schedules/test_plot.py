@@ -86,6 +86,7 @@ SCHEDULERS: dict[str, Callable[[Optimizer], LRScheduler]] = {
 LENGTH = 9
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("name", SCHEDULERS)
 def test_any_scheduler_is_drawn_as_it_goes_on(name):
     for before in (0, 4):

@@ -189,6 +189,7 @@ def fit(schedule: Any, folder: Any, epochs: int = 3, resume: int | None = None, 
     return module.optimizer.taken
 
 
+@pytest.mark.few(1)
 @pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before")  # any data will do here
 @pytest.mark.parametrize("schedule", few([*FACTORIES, tailed, cycled], 3), ids=lambda schedule: schedule.__name__)
 def test_a_fit_resumed_from_any_step_takes_the_same_learning_rates(tmp_path, schedule):
@@ -201,6 +202,7 @@ def test_a_fit_resumed_from_any_step_takes_the_same_learning_rates(tmp_path, sch
             assert fit(schedule, folder, resume=step, wrap=wrap) == whole[step:]
 
 
+@pytest.mark.few(4)
 @pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before")  # any data will do here
 @pytest.mark.parametrize("schedule", [*FACTORIES, tailed, cycled], ids=lambda schedule: schedule.__name__)
 def test_a_fit_resumed_for_longer_tells_so_once_and_follows_the_new_total(tmp_path, schedule, caplog):

@@ -8,13 +8,12 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.nn.functional as F
-from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 import lightning_tricks as lt
-from tests.nets import PlainNet, assert_equal, build, fit, loader, rank_loader, trainer
+from tests.nets import PlainNet, SaveAt, assert_equal, build, fit, loader, rank_loader, trainer
 
 
 class Block(nn.Module):
@@ -141,17 +140,6 @@ def local_bytes(tensors: Any) -> int:
     return sum((t.to_local() if isinstance(t, DTensor) else t).nbytes for t in tensors)
 
 
-class Save(Callback):
-    """Saves at the end of the first epoch."""
-
-    def __init__(self, path: str) -> None:
-        self.path = path
-
-    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if trainer.current_epoch == 0:
-            trainer.save_checkpoint(self.path)
-
-
 def two(kind: type[PlainNet], arguments: dict[str, Any] | None = None, **settings: Any) -> tuple[Any, pl.Trainer]:
     """Fit a module on this rank and another by the preset with these arguments, or by another strategy."""
     strategy = lt.preset("fsdp2_bf16", **{"precision": "32-true", **(arguments or {})})
@@ -178,7 +166,7 @@ def evaluated(run: pl.Trainer, module: pl.LightningModule, path: Any = None) -> 
 def resumed(arguments: dict[str, Any], path: str, **settings: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     """A fit that is resumed after an epoch ends as one that is not, and what was saved evaluates the same."""
     emas = [lt.EMA(0.9, at_end="raw") for _ in range(2)]
-    first, _ = two(Transformer, arguments, callbacks=[emas[0], Save(path)], max_epochs=3, **settings)
+    first, _ = two(Transformer, arguments, callbacks=[emas[0], SaveAt(path, epoch=0)], max_epochs=3, **settings)
     again, run = two(Transformer, arguments, callbacks=[emas[1]], max_epochs=3, ckpt_path=path, **settings)
     assert_equal(whole(again), whole(first))
     assert_equal(emas[0].averaged_state_dict(), emas[1].averaged_state_dict())

@@ -34,6 +34,7 @@ by_string_or_preset = pytest.mark.parametrize(
 each_preset = pytest.mark.parametrize("name", NAMES)
 
 
+@pytest.mark.few(60)
 @each_preset
 @by_string_or_preset
 @pytest.mark.parametrize(

@@ -44,6 +44,7 @@ def on_nodes(name: str, num_nodes: int, devices: int, folder: str) -> dict[str, 
     }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["ddp_bf16", "fsdp2_bf16"])
 def test_two_nodes_train_as_one_with_two_devices(name: str, tmp_path: Path) -> None:
     here = run_ranks(on_nodes, name, 1, 2, str(tmp_path))

@@ -109,6 +109,7 @@ def ranks(folder: Path) -> Cases:
     return run_cases(on_ranks, ["1f1b", "gpipe", "adamw", "resumed", "odd"], folder)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("case", ["1f1b", "gpipe"])
 def test_stages_equal_one_process(case: str, ranks: Cases) -> None:
     expected, val_loss = alone()

@@ -8,30 +8,13 @@ import torch
 import torch.nn.functional as F
 
 import lightning_tricks as lt
-from lightning_tricks.core.random_numbers import (
-    random_numbers_from,
-    random_numbers_of,
-    random_state,
-    set_random_state,
-)
+from tests.core.test_random_numbers import require_the_same_numbers
 from tests.device.devices import Device
 from tests.nets import Net, build, fit
 
 
 def test_the_devices_generator_is_among_them(xla: Device) -> None:
-    at = torch.device(xla.name, 0)
-    state = random_state(at)
-    first = torch.rand(3, device=at)
-    with random_numbers_of(state, at):
-        assert torch.equal(torch.rand(3, device=at), first)
-    with random_numbers_from(5, at):
-        seeded = torch.rand(3, device=at)
-    second = torch.rand(3, device=at)
-    with random_numbers_from(5, at):
-        assert torch.equal(torch.rand(3, device=at), seeded)
-    set_random_state(state, at)
-    assert torch.equal(torch.rand(3, device=at), first)
-    assert torch.equal(torch.rand(3, device=at), second)
+    require_the_same_numbers(torch.device(xla.name, 0))
 
 
 def test_both_passes_of_sam_have_the_same_dropout(xla: Device) -> None:

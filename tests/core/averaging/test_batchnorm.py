@@ -203,6 +203,7 @@ def test_a_batch_that_is_none_is_skipped() -> None:
     assert_statistics(module, found, inputs()[:1] + inputs()[2:])
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
 def test_the_mean_of_many_batches_is_exact_in_bf16_too(precision: Any) -> None:
     class Still(NormNet):  # so that the reference can be taken batch by batch
@@ -373,6 +374,7 @@ def test_nothing_has_moved_afterwards(on: str, tmp_path: Any) -> None:
     assert callback.found.keys() == {MEAN, VARIANCE}
 
 
+@pytest.mark.few(1)
 @everywhere
 def test_training_that_goes_on_elsewhere_is_as_without(on: str) -> None:
     class Last(Callback):
@@ -438,6 +440,7 @@ class Slow(TensorDataset):
         return super().__getitem__(index)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("persistent", [False, True])
 @pytest.mark.parametrize("cut", [{}, {"max_steps": 8}, {"limit_train_batches": 3}], ids=spelled)
 def test_worker_processes_serve_the_pass_and_the_next_fit_and_end(persistent: bool, cut: dict[str, Any]) -> None:

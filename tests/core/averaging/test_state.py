@@ -115,6 +115,7 @@ def damaged(engine: str, folder: str, damage: str) -> str:
 WHOLE = [("fsdp2", "missing"), ("zero3", "older")]  # quick ones
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("engine", "damage"),
     [

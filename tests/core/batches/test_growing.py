@@ -10,14 +10,15 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.nn.functional as F
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
 import lightning_tricks as lt
 from lightning_tricks.functional import growing_size
 from tests.callbacks.test_mixup import feed
-from tests.callbacks.test_swa import Resumable, save_at
-from tests.nets import assert_equal, build, fit, weights
+from tests.callbacks.test_swa import Resumable
+from tests.nets import SaveAt, Stream, assert_equal, build, fit, trainer, weights
 from tests.ranks import run_cases
 
 FULL, STEPS = 64, 12
@@ -136,16 +137,6 @@ class Items(Resumable):
         self.batches = batches
 
 
-class Stream(torch.utils.data.IterableDataset[Any]):
-    """Batches of which nobody knows how many there are."""
-
-    def __init__(self, batches: list[Any]) -> None:
-        self.batches = batches
-
-    def __iter__(self) -> Any:
-        return iter(self.batches)
-
-
 KINDS = [lt.ProgressiveResizing, lt.SequenceLengthWarmup]
 
 
@@ -217,12 +208,31 @@ def test_a_resumed_fit_goes_on_where_it_was(kind: Any, tmp_path: Any) -> None:
     given = samples(growth())
     loader = {"max_epochs": 1, "limit_val_batches": 0}
     straight = noting(build(Sized), callbacks=[growth()], train=Items(given), **loader)
-    save = save_at(5, tmp_path / "half.ckpt")
+    save = SaveAt(tmp_path / "half.ckpt", step=5)
     noting(build(Sized), callbacks=[growth(), save], train=Items(given), **loader)
     again = {"train": Items(given), "ckpt_path": tmp_path / "half.ckpt"}
     resumed = noting(build(Sized), callbacks=[growth()], **again, **loader)
     assert resumed.noted == straight.noted[5:]
     assert_equal(weights(resumed), weights(straight))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_fit_after_an_interrupted_one_has_the_sizes_of_the_plan(kind: Any) -> None:
+    growth, module = kind(0.25, stop=0.75, multiple_of=1), build(Sized)
+    given, left = feed(*samples(growth)), iter([False] * (STEPS + 2) + [True])
+
+    class Interrupts(Callback):
+        def on_train_batch_end(self, *_: Any) -> None:
+            if next(left, False):
+                raise KeyboardInterrupt
+
+    run = trainer(max_epochs=2, callbacks=[growth, Interrupts()])
+    with pytest.raises(SystemExit):
+        run.fit(module, given, given)
+    NOTED.clear()
+    run.fit(module, given, given)  # the epoch that was interrupted begins again
+    sizes = [naive_size(step, FULL, 0.25, 0, 18, 1) for step in range(STEPS, 2 * STEPS)]
+    assert [shape[-1] for _, shape in NOTED] == sizes
 
 
 def two_ranks(kind: Any) -> list[Any]:

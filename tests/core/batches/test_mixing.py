@@ -14,12 +14,25 @@ import torch.nn.functional as F
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_tricks as lt
 from lightning_tricks.core.batches.pipeline import BatchContext
-from tests.callbacks.test_swa import Resumable, assert_recalibrated, save_at
-from tests.nets import NormNet, PlainNet, assert_close, assert_equal, build, fit, loader, trainer, weights
+from tests.callbacks.test_swa import Resumable, assert_recalibrated
+from tests.nets import (
+    NormNet,
+    PlainNet,
+    SaveAt,
+    Stream,
+    assert_close,
+    assert_equal,
+    build,
+    data,
+    fit,
+    loader,
+    trainer,
+    weights,
+)
 
 Numbers = tuple[float | Tensor, Tensor]
 
@@ -164,15 +177,10 @@ def test_ragged_windows_have_the_gradient_of_a_naive_loop() -> None:
     assert_close(weights(module), hand)
 
 
-class Stream(IterableDataset):
-    def __iter__(self) -> Any:
-        yield from loader().dataset
-
-
 @pytest.mark.parametrize("kind", [lt.Mixup, lt.CutMix])
 def test_a_stream_has_an_end_but_no_half(kind: Any) -> None:
     stream = DataLoader(
-        Stream(),
+        Stream(data()),
         8,
         collate_fn=lambda b: (torch.stack([x for x, _ in b]).view(-1, 2, 2, 2), torch.tensor([y for _, y in b])),
     )
@@ -239,7 +247,7 @@ def test_resume_is_bit_exact(kind: Any, step: int, train: bool, first: bool, tmp
     runs, path = [], tmp_path / "x.ckpt"
     for ckpt_path in (None, path):
         callback, module = kind(1.0, prob=0.7, start=2), build(ImageNet)
-        watch, saves = Watch(callback), [] if ckpt_path else [save_at(step, path)]
+        watch, saves = Watch(callback), [] if ckpt_path else [SaveAt(path, step=step)]
         callbacks = [*saves, callback, watch] if first else [callback, watch, *saves]
         fit(module, callbacks=callbacks, train=Feed() if train else images(), val=images(), ckpt_path=ckpt_path)
         runs.append((weights(module), watch.numbers()))
@@ -249,7 +257,7 @@ def test_resume_is_bit_exact(kind: Any, step: int, train: bool, first: bool, tmp
 
 def test_a_checkpoint_keeps_its_seed(tmp_path: Any) -> None:
     callbacks = [mixup := lt.Mixup(), watch := Watch(mixup)]
-    fit(build(PlainNet), callbacks=[*callbacks, save_at(6, tmp_path / "x.ckpt")])
+    fit(build(PlainNet), callbacks=[*callbacks, SaveAt(tmp_path / "x.ckpt", step=6)])
     callbacks = [mixup := lt.Mixup(), later := Watch(mixup)]
     run = trainer(callbacks=callbacks)
     pl.seed_everything(99, verbose=False)
@@ -268,6 +276,7 @@ TRICKS: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(("one", "other"), list(combinations(TRICKS, 2)))
 def test_all_pairs_train_in_either_order_and_resume_bit_equal(one: str, other: str, tmp_path: Any) -> None:
     class Feed(Resumable):
@@ -285,7 +294,7 @@ def test_all_pairs_train_in_either_order_and_resume_bit_equal(one: str, other: s
     ends = []
     for names in ((one, other), (other, one)):
         path = tmp_path / "-".join(names)
-        ends.append(train(names, save_at(4, path)))
+        ends.append(train(names, SaveAt(path, step=4)))
         assert_equal(train(names, ckpt_path=path), ends[-1])
         assert any(not torch.equal(value, ends[-1][name]) for name, value in train(names[:1]).items())
         assert any(not torch.equal(value, ends[-1][name]) for name, value in train(names[1:]).items())

@@ -5,16 +5,18 @@ from __future__ import annotations
 import dataclasses
 from collections import OrderedDict, defaultdict, namedtuple
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 import transformers
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+import lightning_tricks as lt
 from lightning_tricks import Mixup
 from lightning_tricks.core.batches.cutting import select_samples
 from lightning_tricks.core.batches.paths import (
@@ -29,6 +31,7 @@ from lightning_tricks.core.batches.paths import (
     path_of,
     put,
 )
+from tests.batches import batches
 from tests.callbacks.test_mixup import feed
 from tests.nets import PlainNet, build, fit, loader
 
@@ -264,3 +267,22 @@ def test_a_list_of_one_tensor_a_sample_is_narrowed() -> None:
 def test_several_candidates_are_refused_and_listed(batch: dict[str, Any]) -> None:
     with pytest.raises(MisconfigurationException, match=r"finds several such tensors in the batch, which has image"):
         fit(build(PlainNet), train=DataLoader([batch], batch_size=None), callbacks=[Mixup()])
+
+
+class Molecules(NamedTuple):
+    """A batch whose parts have positions and names, as that of chemprop."""
+
+    x: Tensor
+    nothing: None
+    y: Tensor
+    weight: Tensor
+
+
+@pytest.mark.parametrize(("inputs", "target"), [(0, 2), ("x", "y"), (0, "y")])
+def test_a_part_of_a_named_tuple_is_the_same_by_position_and_by_name(inputs: Any, target: Any) -> None:
+    class Weighted(PlainNet):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return (F.mse_loss(self(batch.x)[:, 0], batch.y, reduction="none") * batch.weight).mean()
+
+    train = batches(lambda x, y: Molecules(x, None, y.float(), torch.ones(len(x))))
+    fit(build(Weighted), train=train, callbacks=[lt.Mixup(inputs=inputs, target=target)], limit_val_batches=0)

@@ -10,17 +10,17 @@ import torch
 from lightning.pytorch.callbacks import Callback, LambdaCallback, LearningRateFinder
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch import Tensor
+from torch import Tensor, nn
 
 import lightning_tricks as lt
 from lightning_tricks import Mixup
 from lightning_tricks.core.batches.pipeline import chosen
 from lightning_tricks.core.mixed_targets.target import MixedTarget
-from tests.callbacks.test_swa import Resumable, save_at
+from tests.callbacks.test_swa import Resumable
 from tests.core.batches.test_callback import ONCE, fail, watched
 from tests.core.batches.test_mixing import ImageNet, Watch, images
 from tests.few import few
-from tests.nets import PlainNet, assert_equal, build, fit, loader, rank_loader, weights
+from tests.nets import NormNet, PlainNet, SaveAt, SteppedByHand, assert_equal, build, fit, loader, rank_loader, weights
 from tests.ranks import run_ranks
 
 # ---- one of several
@@ -126,6 +126,7 @@ class Even(Resumable):
         self.batches = list(loader(48))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("first", [False, True])
 @pytest.mark.parametrize(
     "settings",
@@ -264,7 +265,7 @@ def test_the_learning_rate_finder_does_not_shift_the_numbers() -> None:
 
 def _on_a_rank(path: Any, step: int | None) -> Any:
     watch, callbacks = watched()
-    saves = [] if step is None else [save_at(step, path)]
+    saves = [] if step is None else [SaveAt(path, step=step)]
     module = build(PlainNet)
     settings = {"strategy": "ddp", "devices": 2, "use_distributed_sampler": False, "callbacks": [*callbacks, *saves]}
     fit(module, train=rank_loader(), ckpt_path=None if saves else path, limit_val_batches=0, **settings)
@@ -332,3 +333,62 @@ def test_a_returned_loss_whose_samples_are_ambiguous_is_refused_before_the_first
     with pytest.raises(MisconfigurationException, match="ambiguous"):
         fit(module, callbacks=[lt.Mixup(1.0, per_sample=True)], **ONCE)
     assert_equal(weights(module), before)
+
+
+class Manual(SteppedByHand, PlainNet):
+    """Optimizes by hand."""
+
+
+class Ignores(PlainNet):
+    """Its loss knows nothing of the target."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self(batch[0]).square().mean()
+
+
+@pytest.mark.parametrize("kind", [Ignores, type("ManualIgnores", (Manual,), {})])
+def test_a_target_that_no_loss_saw_is_refused_before_the_first_optimizer_step(kind: Any) -> None:
+    if kind is not Ignores:
+        kind.training_step = lambda self, batch, batch_idx: _by_hand(self, self(batch[0]).square().mean())
+    for trick in (lt.Mixup(), lt.HardExampleFilter(mode="loss")):
+        module = build(kind)
+        before = weights(module)
+        with pytest.raises(MisconfigurationException, match="did nothing to batch 0"):
+            fit(module, callbacks=[trick])
+        assert_equal(weights(module), before)
+
+
+@pytest.mark.parametrize(
+    ("kind", "trick", "message"),
+    [
+        (Ignores, lambda: lt.Mixup(start=0.9), "did nothing to batch 0"),
+        (Ignores, lambda: lt.Mixup(prob=1e-9), "did nothing to batch 0"),
+        (Ignores, lambda: lt.HardExampleFilter(start=0.9, mode="loss"), "did nothing to batch 0"),
+        (Ignores, lambda: lt.HardExampleFilter(start=0.9), "computed no loss"),
+        (PlainNet, lambda: lt.CutMix(start=0.9), "needs images"),
+        (PlainNet, lambda: lt.Mixup(start=0.9, target="nowhere"), "finds no such tensor"),
+        (PlainNet, lambda: lt.HiddenMixup("unused", start=0.9), "did not call the layer 'unused'"),
+    ],
+)
+def test_what_begins_later_is_refused_at_the_first_batch(kind: Any, trick: Any, message: str) -> None:
+    module = build(kind)
+    module.unused = nn.Linear(8, 8)
+    before = weights(module)
+    with pytest.raises(MisconfigurationException, match=message):
+        fit(module, callbacks=[trick()])
+    assert_equal(weights(module), before)
+
+
+def test_the_first_batch_is_checked_without_a_trace() -> None:
+    plain, checked = build(NormNet), build(NormNet)
+    tricks = [lt.Mixup(start=1.0, prob=0.5), lt.HiddenMixup("layers.2", start=1.0, prob=0.5)]
+    fit(plain)
+    fit(checked, callbacks=[*tricks, lt.HardExampleFilter(start=1.0), lt.HardExampleFilter(start=1.0, mode="loss")])
+    assert_equal(weights(plain), weights(checked))
+
+
+def _by_hand(module: Any, loss: Tensor) -> None:
+    optimizer = module.optimizers()
+    optimizer.zero_grad()
+    module.manual_backward(loss)
+    optimizer.step()

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
 import lightning_tricks as lt
-from tests.modules.sam.test_sam import Stateful
+from tests.modules.sam.test_mixin import Stateful
 from tests.nets import Net, PlainNet, assert_close, assert_equal, build, data, fit, loader, trainer, weights
 
 modes = pytest.mark.parametrize("mode", ["prune", "loss"])
@@ -419,3 +419,19 @@ def test_inputs_that_cannot_be_shrunk_are_refused() -> None:
         MisconfigurationException, match=r"score_scale=0.5 shrinks images .* got a batch with 0: float32"
     ):
         fit(build(PlainNet), callbacks=[lt.HardExampleFilter(score_scale=0.5)])
+
+
+class Library(PlainNet):
+    """A loss that torch does not know, as libraries have it."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        logits = self(batch[0])
+        return torch.linalg.vector_norm(logits.sum(0) - F.one_hot(batch[1], 2).float().sum(0))
+
+
+def test_a_loss_that_cannot_be_taken_apart_is_refused_in_words_for_its_user() -> None:
+    module = build(Library)
+    before = weights(module)
+    with pytest.raises(MisconfigurationException, match=r"HardExampleFilter.*leave HardExampleFilter out"):
+        fit(module, callbacks=[lt.HardExampleFilter(mode="loss")])
+    assert_equal(weights(module), before)

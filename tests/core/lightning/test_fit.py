@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -15,12 +14,12 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.loops.progress import _BaseProgress
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 import lightning_tricks as lt
 from lightning_tricks.core.lightning.steps import Plan, Span
 from tests.few import few
-from tests.nets import build, loader, trainer
+from tests.nets import Stream, build, loader, trainer
 from tests.ranks import run_ranks
 from tests.schedules.recording import FALLING, SaveEveryStep, Tiny, ones
 
@@ -108,8 +107,8 @@ CHANGES: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("first", few([{}, {"accumulate_grad_batches": 2}], 1), ids=["plain", "accumulated"])
-def test_a_resumed_fit_goes_on_at_its_place_in_the_new_plan(first: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize(("first", "every"), few([({}, 5), ({}, 1), ({"accumulate_grad_batches": 2}, 1)], 1))
+def test_a_resumed_fit_goes_on_at_its_place_in_the_new_plan(first: dict[str, Any], every: int, tmp_path: Path) -> None:
     base = {"max_epochs": 4, "batches": 5, "max_steps": -1, "limit_train_batches": 1.0, "accumulate_grad_batches": 1}
 
     def train(module: Tiny, given: dict[str, Any], **settings: Any) -> pl.Trainer:
@@ -123,7 +122,7 @@ def test_a_resumed_fit_goes_on_at_its_place_in_the_new_plan(first: dict[str, Any
     train(before, first, callbacks=[SaveEveryStep(tmp_path)])
     old = {**base, **first}
     began = written_out(4, 5, old["accumulate_grad_batches"])
-    for change, taken in product(CHANGES, range(1, len(began))):
+    for change, taken in list(product(CHANGES, range(1, len(began))))[::every]:
         now = {**base, **first, **change}
         module = Tiny(lt.linear)
         train(module, {**first, **change}, ckpt_path=tmp_path / f"{taken}.ckpt")
@@ -160,6 +159,7 @@ class SaveIn(pl.Callback):
         trainer.save_checkpoint(self.folder / f"{trainer.global_step}.ckpt")
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("hook", ["on_train_batch_end", "on_validation_end", "on_train_epoch_end"])
 @pytest.mark.parametrize("batches", [3, 5, 8])
 def test_an_epoch_that_was_over_is_over_with_another_number_of_batches(hook: str, batches: int, tmp_path: Path) -> None:
@@ -170,6 +170,7 @@ def test_an_epoch_that_was_over_is_over_with_another_number_of_batches(hook: str
         assert module.optimizer.lrs == pytest.approx(linear_lrs(3 * batches, epoch * batches))
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("factory", FALLING, ids=lambda factory: factory.__name__)
 def test_every_curve_ends_where_training_ends(factory: Any, tmp_path: Path) -> None:
     def schedule(optimizer: Any, module: Any) -> Any:
@@ -268,16 +269,11 @@ def test_the_closed_form_counts_as_a_list_of_epochs_does() -> None:
             assert plan.steps_before(epoch, batch) == begun - inside
 
 
-class Stream(IterableDataset):  # type: ignore[type-arg]
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        return iter(torch.full((12, 1), 0.1))
-
-
 @pytest.mark.parametrize("batches", [True, 3])
 def test_fast_dev_run_tries_a_stream_whose_real_run_counts_steps(batches: int) -> None:
     def steps(**settings: Any) -> int:
         module = Tiny(lt.linear)
-        trainer(**settings).fit(module, DataLoader(Stream(), batch_size=1))
+        trainer(**settings).fit(module, DataLoader(Stream(torch.full((12, 1), 0.1)), batch_size=1))
         return len(module.optimizer.lrs)
 
     assert steps(max_epochs=-1, max_steps=8) == 8

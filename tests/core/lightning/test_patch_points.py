@@ -130,12 +130,17 @@ def test_every_private_name_in_the_package_is_in_the_table() -> None:
 
 
 def test_every_entry_is_used() -> None:
-    text = "\n".join(path.read_text() for path in FILES)
-    assert not [entry for entry in PRIVATE if not re.search(rf"\b{entry.name}\b", text)]
+    words = {word for path in FILES for word in re.findall(r"\w+", path.read_text())}
+    assert not [entry for entry in PRIVATE if entry.name not in words]
 
 
-def used() -> Iterator[tuple[str, str]]:
+@cache
+def used() -> list[tuple[str, str]]:
     """The private names of others in each file: attributes, imports, and strings that name an attribute."""
+    return list(_used())
+
+
+def _used() -> Iterator[tuple[str, str]]:
     ours = {name for tree in LOADED.values() for name in defined(tree)}
     upstream = {name for entry in PRIVATE for name in re.findall(r"\bself\.(_\w+)", source(entry.owner))}
     for file, tree in LOADED.items():

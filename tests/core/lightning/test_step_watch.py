@@ -10,9 +10,12 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor
 
+import lightning_tricks as lt
 from lightning_tricks.core.lightning.step_watch import StepObserver
-from tests.nets import PlainNet, build, fit
+from tests.nets import PlainNet, assert_close, assert_equal, build, fit, weights
 
 
 class Watch(Callback):
@@ -83,3 +86,109 @@ def test_an_optimizer_of_another_kind_is_watched_and_left_as_it_was(replaced: bo
     assert optimizer.step() == 2
     assert not watch.stepped()
     assert "step" not in vars(optimizer)
+
+
+class Bypasses(PlainNet):
+    """Steps torch's optimizer itself."""
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        optimizer_closure()
+        optimizer.optimizer.step() if hasattr(optimizer, "optimizer") else torch.optim.SGD.step(optimizer)
+
+
+@pytest.mark.parametrize(
+    "trick",
+    [
+        lambda: lt.SkipNonFinite(),
+        lambda: lt.RewindOnSpike(),
+        lambda: lt.TerminateOnNonFinite(),
+        lambda: lt.AutoClip(),
+        lambda: lt.AdaptiveClip(),
+        lambda: lt.BatchSizeWarmup(lr_rule="linear"),
+    ],
+    ids=["SkipNonFinite", "RewindOnSpike", "TerminateOnNonFinite", "AutoClip", "AdaptiveClip", "BatchSizeWarmup"],
+)
+def test_a_step_past_the_hooks_is_refused_before_it_is_made(trick: Any) -> None:
+    module = build(Bypasses)
+    before = weights(module)
+    with pytest.raises(
+        MisconfigurationException, match=r"Bypasses\.optimizer_step .*optimizer\.step\(closure=closure\)"
+    ):
+        fit(module, callbacks=[trick()])
+    assert_equal(weights(module), before)
+
+
+def test_averages_follow_a_step_past_the_hooks() -> None:
+    plain, averaged = build(PlainNet), build(Bypasses)
+    emas = [lt.EMA(0.9, at_end="raw"), lt.EMA(0.9, at_end="raw")]
+    fit(plain, callbacks=emas[:1])
+    fit(averaged, callbacks=emas[1:])
+    first, second = (ema.averaged_state_dict() for ema in emas)
+    assert_close(first, second)
+
+
+class OwnOptimizerMade(PlainNet):
+    """Steps an optimizer that Lightning does not know, as ``made`` says."""
+
+    automatic_optimization = False
+    made = "in __init__"
+
+    def __init__(self, lr: float = 0.1) -> None:
+        super().__init__(lr)
+        self.mine = [super().configure_optimizers()]
+
+    def configure_optimizers(self) -> Any:
+        if self.made == "in configure_optimizers":
+            self.mine = [super().configure_optimizers()]
+        if self.made == "beside another":
+            return torch.optim.SGD([self.layers[0].bias], lr=0.0)
+        return self.mine if self.made == "and returned" else None
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        if self.made == "in training_step" and self.current_epoch == batch_idx == 0:
+            self.mine = [super().configure_optimizers()]
+        self.mine[0].zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        self.mine[0].step()
+
+
+MADE = ["in __init__", "in configure_optimizers", "in training_step", "beside another", "and returned"]
+
+
+@pytest.mark.filterwarnings("ignore:`LightningModule.configure_optimizers` returned `None`")
+@pytest.mark.parametrize("made", MADE)
+def test_averages_count_the_steps_of_an_optimizer_that_lightning_does_not_know(made: str) -> None:
+    ema, known = lt.EMA(0.9), lt.EMA(0.9)
+    module = build(OwnOptimizerMade)
+    module.made = made
+    fit(module, callbacks=[ema])
+    fit(build(PlainNet), callbacks=[known])
+    assert ema._running.updates == 12
+    assert_equal(ema.averaged_state_dict(), known.averaged_state_dict())
+    swa, module = lt.SWA(start=0), build(OwnOptimizerMade)
+    module.made = made
+    fit(module, callbacks=[swa])
+    assert swa._running.updates > 0
+
+
+@pytest.mark.filterwarnings("ignore:`LightningModule.configure_optimizers` returned `None`")
+@pytest.mark.parametrize("made", MADE)
+def test_averages_that_start_after_steps_that_lightning_does_not_count_are_refused(made: str) -> None:
+    module = build(OwnOptimizerMade)
+    module.made = made
+    with pytest.raises(MisconfigurationException, match=r"EMA\(start=3\) waits .* OwnOptimizerMade steps an optimizer"):
+        fit(module, callbacks=[lt.EMA(0.9, start=3)], max_epochs=1)
+
+
+@pytest.mark.filterwarnings("ignore:`LightningModule.configure_optimizers` returned `None`")
+def test_averages_do_not_count_steps_on_other_tensors() -> None:
+    class Attack(PlainNet):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            moved = torch.zeros(8, requires_grad=True)
+            moved.grad = torch.ones(8)
+            torch.optim.SGD([moved], lr=0.1).step()
+            return super().training_step(batch, batch_idx)
+
+    ema = lt.EMA(0.9)
+    fit(build(Attack), callbacks=[ema], accumulate_grad_batches=3)
+    assert ema._running.updates == 4

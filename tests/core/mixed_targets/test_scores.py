@@ -168,6 +168,7 @@ class Padded(KeepingTask):
 TOKENS = torch.randint(20, (B, T), generator=NUMBERS)
 
 
+@pytest.mark.few(30)
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 @pytest.mark.parametrize("name", STEPS)
 def test_prune_trains_on_the_samples_with_the_largest_losses_alone(name: str, precision: str) -> None:

@@ -13,8 +13,9 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
 import lightning_tricks as lt
+from tests.batches import EXTRA, IDS, WEIGHT, fed, mixed_loss, refused, stepping, with_extra
 from tests.callbacks.test_mixup import feed
-from tests.core.batches.test_mixing import Watch, naive_mixup
+from tests.core.batches.test_mixing import Watch, naive_mixup, train_by_hand
 from tests.nets import PlainNet, assert_close, assert_equal, build, fit, weights
 
 CE = F.cross_entropy
@@ -245,6 +246,7 @@ def trained(trick: Any, step: Any, **changes: Any) -> Any:
     return module
 
 
+@pytest.mark.few(80)
 @pytest.mark.parametrize("trick", TRICKS)
 @pytest.mark.parametrize("name", SECOND)
 def test_a_second_label_that_is_not_named_is_refused_by_its_path(name: str, trick: str) -> None:
@@ -266,6 +268,7 @@ NAMED = [
 ]
 
 
+@pytest.mark.few(30)
 @pytest.mark.parametrize("trick", ["Mixup", "HiddenMixup"])
 @pytest.mark.parametrize("name", NAMED)
 def test_a_second_label_that_is_named_is_mixed(name: str, trick: str) -> None:
@@ -493,6 +496,7 @@ CALL_THE_LAYER = [
 ]
 
 
+@pytest.mark.few(30)
 @pytest.mark.parametrize(
     ("trick", "name"),
     [(trick, name) for trick in TRICKS for name in (CALL_THE_LAYER if trick == "HiddenMixup" else INPUTS)],
@@ -530,3 +534,173 @@ def test_a_second_label_by_hand_is_refused_before_the_step(name: str, trick: str
     with pytest.raises(MisconfigurationException, match=rf"batch\['{path}'\], which is not mixed"):
         fit(module, train=feed(*BATCHES), callbacks=[TRICKS[trick](target="y")], max_epochs=1, limit_val_batches=0)
     assert_equal(weights(module), before)
+
+
+def weighted(module: Any, batch: Any) -> Tensor:
+    return (batch["weight"] * mixed_loss(module(batch["x"]), batch["y"])).mean()
+
+
+def normed(module: Any, batch: Any) -> Tensor:
+    return (mixed_loss(module(batch["x"]), batch["y"]) * (batch["weight"] / batch["weight"].sum())).sum()
+
+
+def valid_only(module: Any, batch: Any) -> Tensor:
+    return mixed_loss(module(batch["x"]), batch["y"])[batch["weight"] > 0.5].mean()
+
+
+def ignoring(module: Any, batch: Any) -> Tensor:
+    return F.cross_entropy(module(batch["x"]), batch["y"].masked_fill(batch["weight"] < 0.5, -100))
+
+
+def two_labels(module: Any, batch: Any) -> Tensor:
+    logits = module(batch["x"])
+    return F.cross_entropy(logits, batch["y"]) + F.cross_entropy(logits, (batch["weight"] > 1).long())
+
+
+@pytest.mark.parametrize("trick", [lambda: lt.Mixup(1.0), lambda: lt.Mixup(1.0, start=0.5)])
+@pytest.mark.parametrize("step", [weighted, normed, valid_only, ignoring, two_labels])
+def test_a_part_of_the_loss_that_is_not_mixed_with_the_target_is_refused(step: Any, trick: Any) -> None:
+    message = r"Mixup.* batch\['weight'\], which is not mixed as the target is.*target=\['y', 'weight'\]"
+    refused(stepping(step), message, [trick()], train=with_extra(weight=WEIGHT))
+
+
+def regression(module: Any, batch: Any) -> Tensor:
+    logits = module(batch["x"])
+    return F.cross_entropy(logits, batch["y"]) + (batch["weight"] - logits[:, 0]).square().mean()
+
+
+@pytest.mark.parametrize("step", [two_labels, regression])
+def test_a_second_label_is_refused_beside_a_target_that_is_named(step: Any) -> None:
+    trick = lt.Mixup(1.0, inputs="x", target="y")
+    refused(stepping(step), r"target=\['y', 'weight'\]", [trick], train=with_extra(weight=WEIGHT))
+
+
+@pytest.mark.parametrize("trick", [lambda: lt.Mixup(1.0), lambda: lt.HiddenMixup("layers.2")])
+def test_equal_weights_need_no_name(trick: Callable[[], Any]) -> None:
+    train = with_extra(weight=torch.ones(24))
+    fit(build(stepping(weighted)), train=train, callbacks=[trick()], limit_val_batches=0, max_epochs=1)
+
+
+@pytest.mark.parametrize("step", [weighted, normed, ignoring, two_labels])
+def test_a_part_of_the_loss_that_is_named_goes_with_its_sample(step: Any) -> None:
+    module, hand = build(stepping(step)), build(stepping(step))
+    mixup = lt.Mixup(1.0, target=["y", "weight"])
+    watch = Watch(mixup)
+    fit(module, train=with_extra(weight=WEIGHT), callbacks=[mixup, watch], limit_val_batches=0, max_epochs=1)
+    optimizer = hand.configure_optimizers()
+    for batch, (lam, index) in zip(with_extra(weight=WEIGHT), watch.drawn, strict=True):
+        batch["x"] = naive_mixup(batch["x"], lam, index)
+        other = {"x": batch["x"], "y": batch["y"][index], "weight": batch["weight"][index]}
+        optimizer.zero_grad()
+        (lam * step(hand, batch) + (1 - lam) * step(hand, other)).backward()
+        optimizer.step()
+    assert_close(weights(module), weights(hand))
+
+
+def test_a_weight_in_a_tuple_is_refused_with_its_index() -> None:
+    def step(module: Any, batch: Any) -> Tensor:
+        return (batch[2] * mixed_loss(module(batch[0]), batch[1])).mean()
+
+    train = fed(lambda x, y, ids: (x, y, WEIGHT[ids]))
+    refused(stepping(step), r"target=\['1', '2'\]", [lt.Mixup(1.0, inputs=0, target=1)], train=train)
+    named = lt.Mixup(1.0, inputs=0, target=["1", "2"])
+    fit(build(stepping(step)), train=train, callbacks=[named], limit_val_batches=0)
+
+
+def added(module: Any, batch: Any) -> Tensor:
+    return F.cross_entropy(module(batch["x"] + 0.1 * batch["extra"]), batch["y"])
+
+
+def written(module: Any, batch: Any) -> Tensor:
+    x = batch["x"].clone()
+    x[:, 4:] += batch["extra"][:, 4:]
+    return F.cross_entropy(module(x), batch["y"])
+
+
+@pytest.mark.parametrize("step", [added, written])
+def test_features_that_are_not_mixed_with_the_inputs_are_refused(step: Any) -> None:
+    message = r"Mixup.* batch\['extra'\], which is not mixed.*inputs=\['x', 'extra'\].*inputs=\['x'\]"
+    refused(stepping(step), message, [lt.Mixup(1.0)], train=with_extra(extra=EXTRA))
+
+
+@pytest.mark.parametrize("inputs", ["x", ["x", "extra"]])
+def test_named_inputs_are_all_that_is_mixed(inputs: Any) -> None:
+    module, hand = build(stepping(added)), build(PlainNet)
+    mixup = lt.Mixup(1.0, inputs=inputs)
+    watch = Watch(mixup)
+    fit(module, train=with_extra(extra=EXTRA), callbacks=[mixup, watch], limit_val_batches=0, max_epochs=1)
+    found = train_by_hand(
+        hand,
+        watch.drawn,
+        [((x, extra), y) for x, y, extra in (batch.values() for batch in with_extra(extra=EXTRA))],
+        lambda parts, lam, index: (
+            naive_mixup(parts[0], lam, index)
+            + 0.1 * (naive_mixup(parts[1], lam, index) if "extra" in inputs else parts[1])
+        ),
+    )
+    assert_close(weights(module), found)
+
+
+class Sorted(PlainNet):
+    """Uses numbers of samples, lengths and ages in ways that no mixture of labels depends on."""
+
+    def __init__(self, lr: float = 0.1) -> None:
+        super().__init__(lr)
+        self.embedding, self.seen = nn.Embedding(24, 8), torch.zeros(24)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        order = batch["ids"].argsort(descending=True)
+        logits = self(batch["x"][order] + 0.1 * self.embedding(batch["ids"][order]))
+        losses = mixed_loss(logits, batch["y"][order])
+        self.seen[batch["ids"]] = losses.detach().as_subclass(Tensor)
+        self.log("young", losses[batch["age"] < 1].mean())
+        self.log("age", batch["age"].mean())
+        return losses.sum() / batch["ids"].clamp(1).sum()
+
+
+@pytest.mark.parametrize("trick", [lambda: lt.Mixup(1.0), lambda: lt.HiddenMixup("layers.2")])
+def test_numbers_and_what_is_only_logged_is_no_error(trick: Callable[[], Any]) -> None:
+    train = with_extra(ids=IDS, age=WEIGHT, affine=torch.rand(24, 4, 4))
+    run = fit(build(Sorted), train=train, callbacks=[trick()], limit_val_batches=0)
+    assert run.callback_metrics["age"] > 0
+
+
+def attending(module: Any, batch: Any) -> Tensor:
+    """Features of words, of which some are padding."""
+    mask = batch["attention_mask"][..., None]
+    return F.cross_entropy(module((module.layers[0].weight[0] * batch["x"] * mask).sum(1) / mask.sum(1)), batch["y"])
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.long, torch.bool])
+def test_an_attention_mask_stays_that_of_its_sample_in_any_numbers(kind: torch.dtype) -> None:
+    words = torch.randn(24, 5, 8, generator=torch.Generator().manual_seed(1))
+    mask = (torch.arange(5) <= IDS[:, None] % 5).to(kind)
+    train = fed(lambda x, y, ids: {"x": words[ids], "attention_mask": mask[ids], "y": y})
+    module, hand, mixup = build(stepping(attending)), build(stepping(attending)), lt.Mixup(1.0)
+    watch = Watch(mixup)
+    fit(module, train=train, callbacks=[mixup, watch], limit_val_batches=0, max_epochs=1)
+    optimizer = hand.configure_optimizers()
+    for batch, (lam, index) in zip(train, watch.drawn, strict=True):
+        mixed = {**batch, "x": naive_mixup(batch["x"], lam, index)}
+        optimizer.zero_grad()
+        other = {**mixed, "y": batch["y"][index]}
+        (lam * attending(hand, mixed) + (1 - lam) * attending(hand, other)).backward()
+        optimizer.step()
+    assert_close(weights(module), weights(hand))
+
+
+def test_a_weight_that_hidden_mixup_does_not_mix_is_refused() -> None:
+    trick = lt.HiddenMixup("layers.2")
+    refused(stepping(weighted), r"target=\['y', 'weight'\]", [trick], train=with_extra(weight=WEIGHT))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_a_compiled_network_gets_parts_that_are_not_mixed() -> None:
+    torch._dynamo.reset()
+
+    class Compiled(Sorted):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            network = torch.compile(lambda x, ids: self(x + self.embedding(ids)), backend="eager")
+            return F.cross_entropy(network(batch["x"], batch["ids"]), batch["y"])
+
+    fit(build(Compiled), train=with_extra(ids=IDS), callbacks=[lt.Mixup(1.0)], limit_val_batches=0, max_epochs=1)

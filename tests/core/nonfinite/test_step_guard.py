@@ -10,9 +10,11 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from torch import nn
 
+import lightning_tricks as lt
 from lightning_tricks.core.lightning.step_watch import StepObserver
 from lightning_tricks.core.nonfinite.step_guard import Buffers, SkipStep, StepGuard, Window
-from tests.nets import NormNet, assert_equal, build, fit, weights
+from tests.batches import refused
+from tests.nets import NormNet, PlainNet, assert_equal, build, fit, weights
 
 
 class LeavesOut(Callback):
@@ -110,3 +112,22 @@ def test_the_buffers_of_torchscript_come_back() -> None:
     assert not torch.equal(module[0].running_mean, before["0.running_mean"])
     buffers.restore()
     assert_equal(dict(module.named_buffers()), before)
+
+
+class OwnOptimizer(PlainNet):
+    """Steps an optimizer that Lightning does not know."""
+
+    automatic_optimization = False
+
+    def configure_optimizers(self) -> Any:
+        self.mine = torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.mine.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        self.mine.step()
+
+
+@pytest.mark.filterwarnings("ignore:`LightningModule.configure_optimizers` returned `None`")
+def test_a_guard_refuses_the_steps_of_an_optimizer_that_lightning_does_not_know() -> None:
+    refused(OwnOptimizer, "OwnOptimizer.training_step steps SGD past Lightning", [lt.SkipNonFinite()])

@@ -197,17 +197,20 @@ def assert_same_fit(kind: type[pl.LightningModule], loaders: Any, **settings: An
             assert_equal(one.averaged_state_dict(), other.averaged_state_dict())
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("kind", [Net, Scheduled, Later, Frozen, Cached, Made, Sharp])
 def test_a_fit_after_a_sweep_is_as_one_without(kind: type[pl.LightningModule]) -> None:
     assert_same_fit(kind, shuffled)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("loaders", LOADERS)
 @pytest.mark.filterwarnings("ignore:You defined a `validation_step`")
 def test_whatever_the_loader(loaders: str) -> None:
     assert_same_fit(Net if loaders == "stream" else Scheduled, LOADERS[loaders])  # of which the length is unknown
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     "settings",
     [
@@ -241,6 +244,7 @@ def test_a_gradient_scaler_starts_anew() -> None:
     assert_equal(*ended)
 
 
+@pytest.mark.slow
 def test_a_compiled_module() -> None:
     class Silent(Net):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:

@@ -2,22 +2,35 @@
 
 from __future__ import annotations
 
+import array
 import gc
+import itertools
 import random
+import threading
 import tracemalloc
+import types
 import weakref
-from collections.abc import Callable
+from collections import Counter, OrderedDict, UserDict, defaultdict, deque, namedtuple
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import numpy
 import pytest
 import torch
+import torch.nn.functional as F
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
+import lightning_tricks as lt
 from lightning_tricks.core.replay.containers import run_all
 from lightning_tricks.core.replay.module_state import ModuleState
+from tests.batches import AttrDict, refused, with_sam
+from tests.nets import NormNet, PlainNet, assert_equal, build, fit, loader, trainer, weights
 
 Write = Callable[[Tensor, Tensor], object]
 
@@ -387,3 +400,322 @@ def test_the_numbers_of_an_array_are_compared_without_a_second_copy() -> None:
     assert peak < 1.2 * net.counts.nbytes
     net.counts[7] = 1
     assert state.changed() == "Linear.counts"
+class Aux(PlainNet):
+    """Loops over an OrderedDict in its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.aux = OrderedDict(l2=0.5, l1=0.1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        loss = F.cross_entropy(self(x), y)
+        for name, factor in self.aux.items():
+            power = 2 if name == "l2" else 1
+            loss = loss + 0.01 * factor * sum(p.abs().pow(power).sum() for p in self.parameters())
+        return loss
+
+
+def test_an_ordered_dict_is_not_emptied() -> None:
+    plain, sharp, found = build(Aux), build(with_sam(Aux, rho=0.0)), build(Aux)
+    fit(plain)
+    fit(sharp)
+    assert_equal(weights(plain), weights(sharp))
+    lt.find_lr(trainer(), found, loader(), steps=10)
+    assert list(found.aux.items()) == [("l2", 0.5), ("l1", 0.1)]
+
+
+class Tagged(list):
+    """A list with an attribute."""
+
+    tag = 0
+
+
+class Limited(OrderedDict):
+    """Drops its oldest entries."""
+
+    limit = 3
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        super().__setitem__(key, value)
+        while len(self) > self.limit:
+            self.popitem(last=False)
+
+
+@dataclass
+class Record:
+    steps: int = 0
+    losses: list[float] = field(default_factory=list)
+
+
+Point = namedtuple("Point", ["seen", "other"])
+
+
+class Remembers(NormNet):
+    """Changes containers of every class in each step, and lets them into its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ordered, self.grouped, self.counted = OrderedDict(a=1.0, b=2.0), defaultdict(list), Counter()
+        self.recent, self.tagged, self.limited = deque(maxlen=2), Tagged([1.0]), Limited(a=1, b=2)
+        self.point, self.record, self.user = Point([0.0], {1}), Record(), UserDict(n=0)
+        self.within = {"deep": [OrderedDict(x=[1.0])]}
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.ordered.move_to_end(next(iter(self.ordered)))
+        self.ordered["a"] += 0.1
+        self.grouped[batch_idx % 2].append(1.0)
+        self.counted["steps"] += 1
+        self.recent.append(float(batch_idx))
+        self.tagged.append(0.5)
+        self.tagged.tag += 1
+        self.limited[batch_idx] = 1
+        self.point.seen.append(1.0)
+        self.point.other.add(batch_idx)
+        self.record.steps += 1
+        self.record.losses.append(0.25)
+        self.user["n"] += 1
+        self.within["deep"][0]["x"].append(1.0)
+        first = next(iter(self.ordered.values()))
+        lengths = [len(self.grouped), len(self.tagged), self.tagged.tag, len(self.limited), len(self.point.seen)]
+        lengths += [len(self.point.other), self.record.steps, len(self.record.losses), self.user["n"]]
+        lengths += [self.counted["steps"], sum(self.recent), len(self.within["deep"][0]["x"]), first]
+        return super().training_step(batch, batch_idx) * (1 + 0.01 * sum(lengths))
+
+    def memory(self) -> list[Any]:
+        return [
+            *(list(self.ordered.items()), dict(self.grouped), self.grouped.default_factory, dict(self.counted)),
+            *(list(self.recent), self.recent.maxlen, list(self.tagged), self.tagged.tag, list(self.limited.items())),
+            *(self.point, self.record, dict(self.user), self.within),
+        ]
+
+
+def test_containers_of_every_class_come_back_with_order_limits_and_attributes() -> None:
+    plain, sharp = build(Remembers), build(with_sam(Remembers, rho=0.0))
+    fit(plain)
+    fit(sharp)
+    assert_equal(weights(plain), weights(sharp))
+    assert plain.memory() == sharp.memory()
+    filtered = build(Remembers)
+    fit(filtered, callbacks=[lt.HardExampleFilter(0.999)])
+    assert filtered.memory() == plain.memory()
+
+
+class Hidden(PlainNet):
+    """Counts in a container that is written in C."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from multidict import MultiDict
+
+        self.seen = MultiDict()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.seen.add("step", "1")
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_container_that_cannot_be_restored_is_refused_by_path_before_the_first_step() -> None:
+    module = build(with_sam(Hidden, rho=0.1))
+    before = weights(module)
+    with pytest.raises(MisconfigurationException, match=r"SharpHidden\.seen is a multidict.*MultiDict"):
+        fit(module)
+    assert_equal(weights(module), before)
+
+
+class CountsInAttributes(PlainNet):
+    """Its loss depends on what it has counted, in objects of several kinds."""
+
+    def __init__(self, lr: float = 0.1) -> None:
+        super().__init__(lr)
+        self.settings, self.seen = AttrDict(lr=lr), types.SimpleNamespace(steps=0)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.seen.steps += 1
+        return super().training_step(batch, batch_idx) * self.seen.steps * self.settings.lr
+
+
+@pytest.mark.parametrize("trick", [lambda: lt.SAMCallback(rho=0.0), lambda: lt.HardExampleFilter(keep=1.0)])
+def test_attribute_dictionaries_and_namespaces_are_restored(trick: Callable[[], Callback]) -> None:
+    plain, tricked = build(CountsInAttributes), build(CountsInAttributes)
+    fit(plain)
+    fit(tricked, callbacks=[trick()])
+    assert_equal(weights(tricked), weights(plain))
+    assert tricked.seen.steps == plain.seen.steps
+
+
+class AverageMeter:
+    """A mean as many projects compute it, in an object of a class of their own."""
+
+    def __init__(self) -> None:
+        self.total, self.values = 0.0, list[float]()
+
+    def update(self, value: float) -> None:
+        self.total += value
+        self.values.append(value)
+
+
+class LockedMeter(AverageMeter):
+    """One that threads may share; a lock has no state that Python can restore."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lock = threading.Lock()
+
+
+def metered(kind: type[AverageMeter]) -> type[PlainNet]:
+    class Metered(PlainNet):
+        def __init__(self, lr: float = 0.1) -> None:
+            super().__init__(lr)
+            self.meters = {"loss": kind()}
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            loss: Tensor = super().training_step(batch, batch_idx)
+            self.meters["loss"].update(loss.item())
+            return loss
+
+    return Metered
+
+
+def test_an_object_of_the_users_own_class_counts_a_step_once() -> None:
+    plain, sharp, swept = (build(metered(AverageMeter)) for _ in range(3))
+    fit(plain)
+    fit(sharp, callbacks=[lt.SAMCallback(rho=0.0)])
+    lt.find_lr(trainer(), swept, loader())
+    assert vars(sharp.meters["loss"]) == vars(plain.meters["loss"])
+    assert swept.meters["loss"].values == []
+
+
+def test_an_object_that_cannot_be_restored_is_refused_by_its_path() -> None:
+    message = r"Metered\.meters\['loss'\] \(LockedMeter\) has changed .* cannot be set back"
+    refused(metered(LockedMeter), message, [lt.SAMCallback()])
+    refused(metered(LockedMeter), message, [lt.HardExampleFilter()])
+    with pytest.raises(MisconfigurationException, match=message):
+        lt.find_lr(trainer(), build(metered(LockedMeter)), loader())
+
+
+def test_a_file_is_written_once_or_refused(tmp_path: Path) -> None:
+    class Writes(PlainNet):
+        hook = "training_step"
+
+        def __init__(self, lr: float = 0.1) -> None:
+            super().__init__(lr)
+            self.log_file = log_file
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            self.write("training_step", batch_idx)
+            return super().training_step(batch, batch_idx)
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            self.write("on_train_batch_end", batch_idx)
+
+        def write(self, hook: str, batch_idx: int) -> None:
+            if hook == self.hook:
+                self.log_file.write(f"{batch_idx}\n")
+
+    with (tmp_path / "refused.txt").open("w") as log_file:
+        refused(Writes, r"Writes\.log_file \(TextIOWrapper\) has changed", [lt.SAMCallback()])
+    Writes.hook = "on_train_batch_end"
+    with (tmp_path / "losses.txt").open("w") as log_file:
+        fit(build(Writes), callbacks=[lt.SAMCallback()], max_epochs=1)
+    assert (tmp_path / "losses.txt").read_text() == "".join(f"{number}\n" for number in range(6))
+
+
+@pytest.mark.parametrize(
+    "made", [itertools.count, lambda: iter([1, 2]), lambda: (n for n in range(3)), lambda: itertools.cycle("ab")]
+)
+def test_an_iterator_is_refused_by_its_path(made: Callable[[], Iterator[Any]]) -> None:
+    class Draws(PlainNet):
+        def __init__(self, lr: float = 0.1) -> None:
+            super().__init__(lr)
+            self.source = made()
+
+    refused(Draws, r"Draws\.source is an iterator", [lt.SAMCallback()])
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_nested_buffer_is_no_error() -> None:
+    class Buffers(PlainNet):
+        def __init__(self, lr: float = 0.1) -> None:
+            super().__init__(lr)
+            self.register_buffer("ragged", torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), persistent=False)
+
+    plain, tricked = build(Buffers), build(Buffers)
+    fit(plain)
+    fit(tricked, callbacks=[lt.SAMCallback(rho=0.0)])
+    assert_equal(weights(tricked), weights(plain))
+
+
+class OwnBackward(PlainNet):
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        super().backward(loss, *args, **kwargs)
+        self.backwards = getattr(self, "backwards", 0) + 1
+
+
+class WritingBackward(PlainNet):
+    """Writes into a buffer, which stays the same object."""
+
+    def __init__(self, lr: float = 0.1) -> None:
+        super().__init__(lr)
+        self.register_buffer("backwards", torch.zeros(()))
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        super().backward(loss, *args, **kwargs)
+        self.backwards += 1
+
+
+@pytest.mark.parametrize("kind", [OwnBackward, WritingBackward])
+def test_state_that_backward_changes_is_refused_under_sam(kind: type[PlainNet]) -> None:
+    refused(kind, rf"{kind.__name__}\.backwards is changed in the backward pass", [lt.SAMCallback()])
+
+
+HELD: dict[str, tuple[Any, Callable[[Any], Any]]] = {
+    "bytearray": (bytearray(1), lambda held: held.append(1)),
+    "array": (array.array("d", [0.0]), lambda held: held.append(1.0)),
+    "NumPy": (numpy.zeros(1), lambda held: held.__iadd__(1)),
+    "random.Random": (random.Random(0), lambda held: held.random()),
+    "torch.Generator": (torch.Generator(), lambda held: torch.rand(1, generator=held)),
+    "NumPy generator": (numpy.random.default_rng(0), lambda held: held.random()),
+    "RandomState": (numpy.random.RandomState(0), lambda held: held.rand()),
+}
+
+
+@pytest.mark.parametrize("name", HELD)
+def test_arrays_and_generators_that_backward_changes_are_refused_under_sam(name: str) -> None:
+    held, change = HELD[name]
+
+    class Holding(PlainNet):
+        def __init__(self, lr: float = 0.1) -> None:
+            super().__init__(lr)
+            self.held = [held]
+
+        def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+            super().backward(loss, *args, **kwargs)
+            change(held)
+
+    refused(Holding, r"Holding\.held\[0\] is changed in the backward pass", [lt.SAMCallback()])
+
+
+class DrawsNumbers(PlainNet):
+    """Draws from generators of its own in every step."""
+
+    def __init__(self, lr: float = 0.1) -> None:
+        super().__init__(lr)
+        self.python, self.numpy, self.system = random.Random(0), numpy.random.default_rng(0), random.SystemRandom()
+        self.nested = {"torch": torch.Generator().manual_seed(0), "numpy": numpy.random.RandomState(0)}
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        drawn = self.python.random() + self.numpy.random() + self.nested["numpy"].rand()
+        return super().training_step(batch, batch_idx) * (drawn + torch.rand((), generator=self.nested["torch"]))
+
+
+@pytest.mark.parametrize("name", ["SAMCallback", "find_lr"])
+def test_random_generators_of_a_module_are_restored(name: str) -> None:
+    plain, tricked = build(DrawsNumbers), build(DrawsNumbers)
+    if name == "find_lr":
+        lt.find_lr(trainer(), tricked, loader(), steps=10)
+    pl.seed_everything(1, verbose=False)
+    fit(plain)
+    pl.seed_everything(1, verbose=False)
+    fit(tricked, callbacks=[lt.SAMCallback(rho=0.0)] if name == "SAMCallback" else [])
+    assert_equal(weights(tricked), weights(plain))

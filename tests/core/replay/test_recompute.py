@@ -16,11 +16,12 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
 
+import lightning_tricks as lt
 from lightning_tricks.callbacks.activation_checkpointing import offload
 from lightning_tricks.core.lightning.patching import wrap_method
 from lightning_tricks.core.replay.recompute import recompute, require_python
 from lightning_tricks.core.selection import select_blocks
-from tests.nets import assert_equal, weights
+from tests.nets import PlainNet, assert_equal, build, fit, weights
 
 policies = pytest.mark.parametrize("policy", ["full", "selective"])
 
@@ -60,6 +61,7 @@ def descend(model: nn.Module, loss: Callable[[nn.Module], Tensor]) -> dict[str, 
     return {**gradients, **weights(model), "random": torch.get_rng_state()}
 
 
+@pytest.mark.few(2)
 @policies
 @pytest.mark.parametrize("made", [resnet, bert])
 def test_gradients_and_state_are_bit_equal(made: Any, policy: str) -> None:
@@ -310,3 +312,47 @@ def test_a_gpu_keeps_fewer_bytes(policy: str) -> None:
         peaks.append(torch.cuda.memory_allocated() - before)
         value.backward()
     assert peaks[1] < (0.5 if policy == "full" else 0.9) * peaks[0]
+
+
+class Counted(nn.Module):
+    """Counts its calls in a closure, which cannot be set back."""
+
+    def __init__(self, fails: bool) -> None:
+        super().__init__()
+        self.layer, self.fails = nn.Linear(8, 2), fails
+        self.count = counter()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.count() == 2 and self.fails:
+            raise RuntimeError("the user's own")
+        return torch.tanh(self.layer(x)) * torch.ones_like(x[:, :1])
+
+
+def counter() -> Callable[[], int]:
+    calls = 0
+
+    def count() -> int:
+        nonlocal calls
+        calls += 1
+        return calls
+
+    return count
+
+
+@pytest.mark.parametrize(
+    ("fails", "error", "message"),
+    [
+        (False, MisconfigurationException, r"Counted\.count \(function\) has changed"),
+        (True, RuntimeError, "the user's own"),
+    ],
+)
+def test_a_recomputed_block_that_counts_is_refused_and_its_own_error_is_not_hidden(
+    fails: bool, error: type[Exception], message: str
+) -> None:
+    class Blocks(PlainNet):
+        def __init__(self, lr: float = 0.1) -> None:
+            super().__init__(lr)
+            self.layers = nn.Sequential(Counted(fails))
+
+    with pytest.raises(error, match=message):
+        fit(build(Blocks), callbacks=[lt.ActivationCheckpointing("Counted")], limit_val_batches=0)

@@ -11,13 +11,14 @@ import torch.nn.functional as F
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
 
 import lightning_tricks as lt
 from lightning_tricks.core.trick import Trick
 from lightning_tricks.core.weights.by_engine import local_gradients
 from lightning_tricks.core.weights.fsdp2 import FSDP2
 from lightning_tricks.core.weights.local import LocalWeights
-from tests.nets import NormNet, PlainNet, build, fit, loader, trainer, weights
+from tests.nets import NormNet, PlainNet, assert_equal, build, fit, loader, trainer, weights
 
 
 @pytest.mark.parametrize(
@@ -97,3 +98,24 @@ def test_steps_outside_of_a_fit_are_left_alone(trick: Any, bad: bool) -> None:
         assert not torch.equal(weights(module)["layers.0.weight"], before["layers.0.weight"])
         ended.append(weights(module))
     torch.testing.assert_close(*ended, rtol=0, atol=0, equal_nan=True)
+
+
+class Sparse(PlainNet):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(4, 8, sparse=True)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return F.cross_entropy(self(batch[0] + self.embedding(batch[1])), batch[1])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("trick", [lt.AdaptiveClip, lt.AutoClip])
+def test_sparse_gradients_are_refused_by_name(trick: Any) -> None:
+    module = build(Sparse)
+    before = weights(module)
+    with pytest.raises(MisconfigurationException, match=rf"{trick.__name__} .*sparse.*embedding\.weight.*sparse=False"):
+        fit(module, callbacks=[trick()])
+    assert_equal(weights(module), before)

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 import lightning_tricks as lt
 from lightning_tricks.core.weights.by_engine import local_weights
 from tests.conformance.engines import cpu_deepspeed
-from tests.nets import PlainNet, assert_close, assert_equal, build, fit, loader, rank_loader, trainer
+from tests.nets import PlainNet, SaveAt, assert_close, assert_equal, build, fit, loader, rank_loader, trainer
 from tests.ranks import Cases, run_cases, run_ranks
 
 
@@ -123,13 +123,8 @@ def test_the_gathered_average_equals_one_process_and_a_rank_has_half(
 def resume(engine: str, folder: str) -> None:
     path = f"{folder}/{engine}.ckpt"
 
-    class Save(Callback):
-        def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-            if trainer.current_epoch == 1:
-                trainer.save_checkpoint(path)
-
     emas, states = [lt.EMA(0.9, at_end="raw") for _ in range(2)], [State() for _ in range(3)]
-    train(engine, emas[0], max_epochs=4, callbacks=[Save(), states[0]])
+    train(engine, emas[0], max_epochs=4, callbacks=[SaveAt(path, epoch=1), states[0]])
     assert Path(path).is_dir() == (engine != "fsdp2-one-file")
     train(engine, emas[1], max_epochs=4, callbacks=[states[1]], ckpt_path=path)
     assert_equal(emas[1]._running.tensors, emas[0]._running.tensors)
@@ -144,6 +139,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(tmp_path_factory.mktemp("saved"))
 
 
+@pytest.mark.few(1)
 @each
 def test_resume_from_what_was_saved_is_exact_and_training_untouched(
     engine: str, folder: str, in_turn: Callable[..., Cases]
@@ -177,6 +173,7 @@ def fail(engine: str) -> None:
         assert torch.isin(part[: part.numel() // 2].flatten(), torch.cat([whole, torch.zeros(1)])).all()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("engine", ["fsdp2", "zero2", "zero3"])
 def test_the_raw_weights_come_back_without_the_other_ranks(engine: str) -> None:
     run_ranks(fail, engine)

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import re
-from functools import partial
+from collections.abc import Callable
+from functools import partial, wraps
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
-from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.lr_scheduler import ChainedScheduler, ExponentialLR, LambdaLR, StepLR
 
 import lightning_tricks as lt
-from tests.nets import PlainNet, assert_equal, build, fit, weights
+from tests.batches import with_sam
+from tests.nets import PlainNet, SteppedByHand, assert_equal, build, fit, weights
 
 
 def halved(steps: int) -> float:
@@ -394,3 +397,119 @@ def test_a_loss_of_other_weights_is_refused() -> None:
 
     with pytest.raises(MisconfigurationException, match="The loss of Parts depends on no weight that SAM perturbs"):
         fit(build(Parts))
+
+
+class Manual(SteppedByHand, PlainNet):
+    """Optimizes by hand, and never calls SAM."""
+
+
+def test_manual_optimization_without_sam_is_refused_before_the_first_optimizer_step() -> None:
+    module = build(with_sam(Manual, rho=0.1))
+    before = weights(module)
+    with pytest.raises(MisconfigurationException, match=r"never called self\.sam_backward"):
+        fit(module)
+    assert_equal(weights(module), before)
+
+
+class Stepping(lt.SAMMixin, PlainNet):
+    sam = lt.SAM(0.1)
+    automatic_optimization = False
+
+    def loss(self, batch: Any) -> Tensor:
+        return PlainNet.training_step(self, batch, 0)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.sam_step(lambda: self.loss(batch))
+
+
+class Adversarial(Stepping):
+    """An optimizer of its own finds the input."""
+
+    def loss(self, batch: Any) -> Tensor:
+        x, y = batch
+        moved = torch.zeros_like(x, requires_grad=True)
+        inner = torch.optim.SGD([moved], lr=0.1)
+        (moved.grad,) = torch.autograd.grad(-F.cross_entropy(self(x + moved), y), [moved])
+        inner.step()
+        return F.cross_entropy(self(x + moved.detach()), y)
+
+
+class Chained(Stepping):
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        chained = ChainedScheduler([StepLR(optimizer, 1), ExponentialLR(optimizer, 0.9)], optimizer=optimizer)
+        return [optimizer], [{"scheduler": chained, "interval": "step"}]
+
+
+def helped(module: Any, batch: Any) -> None:
+    module.sam_step(lambda: module.loss(batch))
+
+
+def decorated(step: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(step)
+    def around(*args: Any, **kwargs: Any) -> Any:
+        return step(*args, **kwargs)
+
+    return around
+
+
+class PlainAtFirst(Stepping):
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        if self.current_epoch > 0:
+            return helped(self, batch)
+        self.optimizers().zero_grad()
+        self.manual_backward(self.loss(batch))
+        return self.optimizers().step()
+
+
+class Decorated(PlainAtFirst):
+    @decorated
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        if self.current_epoch > 0:
+            self.sam_step(lambda: self.loss(batch))
+        else:
+            PlainAtFirst.training_step(self, batch, batch_idx)
+
+
+class Helper:
+    def __call__(self, module: Any, batch: Any) -> None:
+        module.sam_step(lambda: module.loss(batch))
+
+
+class HoldsAHelper(lt.SAMMixin, PlainNet):
+    sam = lt.SAM(0.1)
+    automatic_optimization = False
+
+    def __init__(self, lr: float = 0.1) -> None:
+        super().__init__(lr)
+        self.helper = Helper()
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        if self.current_epoch > 0:
+            return self.helper(self, batch)
+        self.optimizers().zero_grad()
+        self.manual_backward(self.loss(batch))
+        return self.optimizers().step()
+
+    def loss(self, batch: Any) -> Tensor:
+        return PlainNet.training_step(self, batch, 0)
+
+
+@pytest.mark.parametrize("kind", [Adversarial, Chained, PlainAtFirst, Decorated, HoldsAHelper])
+def test_right_steps_by_hand_are_not_refused(kind: type[PlainNet]) -> None:
+    run = fit(build(kind))
+    assert run.global_step == 12
+
+
+class Outside(Stepping):
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        loss = self.loss(batch)
+        self.sam_step(lambda: loss)
+
+
+def test_a_loss_from_outside_of_the_closure_is_refused_with_the_right_lines() -> None:
+    message = "the closure of sam_step uses tensors of a forward pass outside of it. Write it so"
+    module = build(Outside)
+    with pytest.raises(MisconfigurationException, match=message):
+        fit(module)
+    assert module.trainer.global_step == 0

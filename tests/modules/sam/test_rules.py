@@ -229,7 +229,8 @@ def name_of(case: Case) -> str:
     return f"{names.get(case[0], case[0])}, {case[1]}, {case[2]}, {case[3]}"
 
 
-@pytest.mark.parametrize("case", SINGLE, ids=name_of)  # fp32 and bf16-mixed of plain SAM are in test_sam.py
+@pytest.mark.few(12)
+@pytest.mark.parametrize("case", SINGLE, ids=name_of)  # fp32 and bf16-mixed of plain SAM are in test_mixin.py
 def test_equals_a_naive_loop(case: Case) -> None:
     ours, theirs = with_sam(SAMNormNet, case[0]), build(NormNet)
     fit(ours, **settings_of(case))
@@ -279,6 +280,7 @@ def test_the_logged_norm_is_that_of_the_batch(case: Case) -> None:
 # ---- the no-op limits
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize(
     "rule",
     [
@@ -372,6 +374,7 @@ class RandomStates(Callback):
         self.states.append(torch.get_rng_state())
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_logs_metrics_statistics_and_random_numbers_are_those_of_one_run(rule: lt.SAM, precision: Any) -> None:

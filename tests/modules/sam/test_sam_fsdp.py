@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import lightning_tricks as lt
-from tests.nets import PlainNet, assert_close, assert_equal, build, fit, loader, rank_loader
+from tests.nets import PlainNet, SaveAt, assert_close, assert_equal, build, fit, loader, rank_loader
 from tests.ranks import Cases, run_cases, run_ranks
 
 
@@ -130,13 +130,8 @@ def test_an_exception_in_the_second_run_leaves_the_weights_unperturbed() -> None
 
 
 def resume(folder: str) -> None:
-    class Save(Callback):
-        def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-            if trainer.current_epoch == 1:
-                trainer.save_checkpoint(f"{folder}/x.ckpt")
-
     ended = []
-    for callbacks, path in (([Save()], None), ([], f"{folder}/x.ckpt")):
+    for callbacks, path in (([SaveAt(f"{folder}/x.ckpt", epoch=1)], None), ([], f"{folder}/x.ckpt")):
         module, whole = build(Sharded), Whole()
         module.sam = lt.SAM(0.1)
         strategy = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)

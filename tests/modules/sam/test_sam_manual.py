@@ -152,6 +152,7 @@ CASES: list[Case] = [(p, accumulate, clip) for p in DTYPES for accumulate in (1,
 # ---- equal to the naive loop
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("case", CASES, ids=str)  # 6 batches: 4 leaves a ragged window
 def test_sam_step_equals_a_naive_loop(case: Case) -> None:
     ours, theirs = prepared(SharpNorm, case), build(NormNet)

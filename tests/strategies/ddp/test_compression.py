@@ -119,6 +119,7 @@ def sixteen(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return run_ranks(sixteen_bits, str(tmp_path_factory.mktemp("bits")))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("name", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
 def test_gradients_are_rounded_and_averaged_in_16_bits(
     sixteen: list[dict[str, Any]], name: str, dtype: torch.dtype
@@ -373,6 +374,7 @@ def naive_local_sgd() -> dict[str, Tensor]:
     return weights(modules[0])
 
 
+@pytest.mark.slow
 def test_local_sgd_with_period_1_is_plain_ddp(local: list[dict[str, Any]]) -> None:
     assert_close(local[0]["1"], local[0]["plain"], 1e-6)
     assert_close(local[0]["start"], local[0]["plain_start"], 1e-6)

@@ -13,7 +13,7 @@ import lightning_tricks as lt
 from lightning_tricks.checkpoints.consolidate import consolidate
 from tests.nets import PlainNet, assert_close, build, weights
 from tests.ranks import run_ranks
-from tests.strategies.fsdp2.test_fsdp import CLIPPED, SAMTransformer
+from tests.strategies.fsdp2.test_preset import CLIPPED, SAMTransformer
 from tests.strategies.sharded import Manual, Transformer, local_bytes, one, resumed, two, whole
 
 NODES = {"replicas": "nodes"}
@@ -81,6 +81,7 @@ def test_four_ranks_equal_one_process_on_their_batches(request: pytest.FixtureRe
         assert_close(rank[case], weights(module), 1e-5)
 
 
+@pytest.mark.slow
 def test_a_rank_holds_half_of_a_copy(ranks: list[dict[str, Any]]) -> None:
     module, run = one(Transformer, **CLIPPED)
     states = [t for state in run.optimizers[0].state.values() for t in state.values() if t.ndim]

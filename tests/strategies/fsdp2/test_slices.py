@@ -9,9 +9,9 @@ import pytest
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from tests.nets import assert_equal
+from tests.nets import SaveAt, assert_equal
 from tests.ranks import run_ranks
-from tests.strategies.sharded import Save, Stateless, Transformer, resumed, two, whole
+from tests.strategies.sharded import Stateless, Transformer, resumed, two, whole
 
 
 def folders(folder: str) -> Any:
@@ -38,7 +38,7 @@ def test_a_folder_resumes_exactly_and_evaluates_the_same(tmp_path: Path) -> None
 
 
 def offloaded(folder: str) -> Any:
-    first, _ = two(Stateless, callbacks=[Save(f"{folder}/stateless.ckpt")])
+    first, _ = two(Stateless, callbacks=[SaveAt(f"{folder}/stateless.ckpt", epoch=0)])
     again, _ = two(Stateless, ckpt_path=f"{folder}/stateless.ckpt")
     assert_equal(whole(again), whole(first))
     return resumed({"offload": True}, f"{folder}/half.ckpt")

@@ -17,10 +17,10 @@ import lightning_tricks as lt
 from lightning_tricks.checkpoints.consolidate import consolidate
 from lightning_tricks.core.ranks import sample_group
 from lightning_tricks.core.weights.fsdp2 import local_part
-from tests.nets import assert_close, assert_equal, build, fit, loader, trainer, weights
+from tests.nets import SaveAt, assert_close, assert_equal, build, fit, loader, trainer, weights
 from tests.ranks import run_ranks
 from tests.strategies.fsdp2.split_nets import ATTENTION, HAND, HEAD, Words, alone, batches, together
-from tests.strategies.sharded import Save, evaluated, whole
+from tests.strategies.sharded import evaluated, whole
 
 pytestmark = pytest.mark.slow  # test_tensor_parallel.py has a quick form
 
@@ -57,7 +57,7 @@ def resumed(folder: str, arguments: dict[str, Any]) -> dict[str, Any]:
     """Saves after an epoch, resumes, and looks at averages, parts of full tensors and an evaluation."""
     emas = [lt.EMA(0.9, at_end="raw") for _ in range(2)]
     path, distance = f"{folder}/first", Distance(emas[0])
-    first, _ = together(Words, arguments, callbacks=[emas[0], Save(path), distance], max_epochs=3)
+    first, _ = together(Words, arguments, callbacks=[emas[0], SaveAt(path, epoch=0), distance], max_epochs=3)
     again, _ = together(Words, arguments, callbacks=[emas[1]], max_epochs=3, ckpt_path=path)
     assert_equal(whole(again), whole(first))
     assert_equal(emas[0].averaged_state_dict(), emas[1].averaged_state_dict())

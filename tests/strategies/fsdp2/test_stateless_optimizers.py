@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 import lightning_tricks as lt
-from tests.nets import PlainNet, assert_equal, build, fit, rank_loader, weights
+from tests.nets import PlainNet, SteppedByHand, assert_equal, build, fit, rank_loader, weights
 from tests.ranks import run_cases
 
 
@@ -35,18 +35,8 @@ class Flat(lt.SAMMixin, Plain):
     sam = lt.SAM(rho=0.1)
 
 
-class Manual(Plain):
+class Manual(SteppedByHand, Plain):
     """Steps by itself."""
-
-    def __init__(self, lr: float = 0.1) -> None:
-        super().__init__(lr)
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(super().training_step(batch, batch_idx))
-        optimizer.step()
 
 
 TRICKS: dict[str, Any] = {

@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, Dataset
 import lightning_tricks as lt
 from lightning_tricks.checkpoints.consolidate import consolidate
 from tests.few import few
-from tests.nets import PlainNet, assert_close, assert_equal, build, data, loader, trainer, weights
+from tests.nets import PlainNet, SaveAt, assert_close, assert_equal, build, data, loader, trainer, weights
 from tests.ranks import Cases, run_cases, run_ranks
 from tests.strategies.fsdp2.split_nets import (
     ATTENTION,
@@ -39,7 +39,7 @@ from tests.strategies.fsdp2.split_nets import (
     batches,
     together,
 )
-from tests.strategies.sharded import Save, local_bytes, whole
+from tests.strategies.sharded import local_bytes, whole
 
 CLIPPED: dict[str, Any] = {"gradient_clip_val": 0.1, "accumulate_grad_batches": 3}
 PLANNED = {"plan": HAND}
@@ -306,7 +306,7 @@ def unseeded(num_workers: int = 0) -> dict[str, Any]:
 
 
 def saved(folder: str) -> dict[str, Tensor]:
-    first, _ = together(Words, PLANNED, callbacks=[Save(f"{folder}/first")], max_epochs=2)
+    first, _ = together(Words, PLANNED, callbacks=[SaveAt(f"{folder}/first", epoch=0)], max_epochs=2)
     again, _ = together(Words, PLANNED, ckpt_path=f"{folder}/first", max_epochs=2)
     assert_equal(whole(again), whole(first))
     return whole(first)
@@ -322,8 +322,8 @@ def warned() -> list[str]:
     return [str(each.message) for each in caught]
 
 
-def quick(folder: str) -> dict[str, Any]:
-    found: dict[str, Any] = {case: ended(case) for case in QUICK}
+def quick(folder: str, cases: list[str]) -> dict[str, Any]:
+    found: dict[str, Any] = {case: ended(case) for case in cases}
     return {
         **found,
         "refused": {case: refused(case) for case in REFUSED if case not in LATE},
@@ -339,8 +339,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def two(folder: Path) -> list[dict[str, Any]]:
-    return run_ranks(quick, str(folder))
+def two(folder: Path, selected: Callable[..., list[Any]]) -> list[dict[str, Any]]:
+    return run_ranks(quick, str(folder), [case for case in selected("case") if case in QUICK])
 
 
 FOUR = [case for case in CASES if case != "Float8"]  # whose scale is that of a process's own samples

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.nets import PlainNet, assert_close, assert_equal, build, weights
+from tests.nets import PlainNet, SaveAt, assert_close, assert_equal, build, weights
 from tests.ranks import run_ranks
-from tests.strategies.sharded import Save, Stateless, Transformer, evaluated, one, resumed, two, whole
+from tests.strategies.sharded import Stateless, Transformer, evaluated, one, resumed, two, whole
 
 FILE = {"save_distributed_checkpoint": False}
 KINDS = {"Stateless": Stateless, "Transformer": Transformer}
@@ -18,7 +18,7 @@ KINDS = {"Stateless": Stateless, "Transformer": Transformer}
 
 def files(folder: str, name: str) -> dict[str, Any]:
     kind, path = KINDS[name], f"{folder}/half.ckpt"
-    first, _ = two(kind, FILE, callbacks=[Save(path)])
+    first, _ = two(kind, FILE, callbacks=[SaveAt(path, epoch=0)])
     again, _ = two(kind, FILE, ckpt_path=path)
     assert_equal(whole(again), whole(first))
     other, _ = two(kind, ckpt_path=f"{folder}/plain.ckpt")
@@ -29,7 +29,7 @@ def files(folder: str, name: str) -> dict[str, Any]:
 def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """The module's kind, the weights of an uninterrupted fit, what two ranks found, and where the files are."""
     folder, kind = tmp_path_factory.mktemp("wholes"), KINDS[request.param]
-    plain, _ = one(kind, callbacks=[Save(f"{folder}/plain.ckpt")])
+    plain, _ = one(kind, callbacks=[SaveAt(f"{folder}/plain.ckpt", epoch=0)])
     return kind, weights(plain), run_ranks(files, str(folder), request.param), folder
 
 
@@ -65,7 +65,7 @@ def everything(folder: str) -> Any:
 
 @pytest.mark.slow
 def test_from_host_memory_with_an_average_too(tmp_path: Path) -> None:
-    one(PlainNet, callbacks=[Save(f"{tmp_path}/plain.ckpt")])
+    one(PlainNet, callbacks=[SaveAt(f"{tmp_path}/plain.ckpt", epoch=0)])
     for trained, loaded in run_ranks(everything, str(tmp_path)):
         assert trained["scores"] == loaded["scores"]
         assert torch.equal(trained["predicted"], loaded["predicted"])

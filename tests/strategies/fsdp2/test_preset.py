@@ -17,9 +17,9 @@ import lightning_tricks as lt
 from tests.device.devices import CUDA, device, require_devices
 from tests.device.nccl import rank_device
 from tests.few import few
-from tests.nets import PlainNet, assert_close, assert_equal, build, fit, loader, rank_loader, trainer, weights
+from tests.nets import PlainNet, SaveAt, assert_close, assert_equal, build, fit, loader, rank_loader, trainer, weights
 from tests.ranks import run_ranks
-from tests.strategies.sharded import CNN, Block, Manual, Save, Transformer, evaluated, local_bytes, one, two, whole
+from tests.strategies.sharded import CNN, Block, Manual, Transformer, evaluated, local_bytes, one, two, whole
 
 
 class SAMTransformer(lt.SAMMixin, Transformer):
@@ -205,7 +205,7 @@ def test_a_sharded_module_serves_several_trainers() -> None:
 def alone(folder: str) -> dict[str, Any]:
     path = f"{folder}/1.ckpt"
     settings = {"train": loader(48, 16), "devices": 1}
-    module, _ = two(Transformer, {"precision": "bf16-mixed"}, callbacks=[Save(path)], **settings)
+    module, _ = two(Transformer, {"precision": "bf16-mixed"}, callbacks=[SaveAt(path, epoch=0)], **settings)
     again, _ = two(Transformer, {"precision": "bf16-mixed"}, ckpt_path=path, **settings)
     assert_equal(whole(again), whole(module))
     return whole(module)
@@ -279,6 +279,7 @@ def on_cuda(on: str, devices: int, offload: bool) -> dict[str, Any]:
         return {"weights": {n: w.cpu() for n, w in whole(module).items()}, "kept": kept, "precision": run.precision}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("on", CUDA)
 @pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize("devices", few([1, 2], 1))

@@ -24,12 +24,14 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset
 
 import lightning_tricks as lt
-from lightning_tricks.strategies.zero.preset import ZeROPreset
+from lightning_tricks.strategies.zero.preset import ZeROPreset, check_shards
 from tests.conformance.runs import Gather
 from tests.few import few
 from tests.nets import (
     NormNet,
     PlainNet,
+    SaveAt,
+    SteppedByHand,
     assert_close,
     assert_equal,
     build,
@@ -82,18 +84,8 @@ class Late(CosineNet):
             self.layers = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 2))
 
 
-class Manual(PlainNet):
+class Manual(SteppedByHand, PlainNet):
     """Steps by itself."""
-
-    def __init__(self, lr: float = 0.1) -> None:
-        super().__init__(lr)
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(F.cross_entropy(self(batch[0]), batch[1]))
-        optimizer.step()
 
 
 class ManualClipping(Manual):
@@ -227,6 +219,7 @@ def fit_again() -> dict[str, Any]:
     return {"config": config, "first": first, "now": strategy.config, "second": second, "third": third}
 
 
+@pytest.mark.slow
 def test_a_strategy_and_a_config_serve_several_trainers(
     engines: list[dict[Any, End]],
 ) -> None:
@@ -253,6 +246,7 @@ def fit_in_16_bits() -> dict[str, End]:
     return results
 
 
+@pytest.mark.slow
 def test_16_bits_give_nearly_the_same() -> None:
     module = build(CosineNet)
     alone(module, **STEPS)
@@ -266,15 +260,6 @@ def test_16_bits_give_nearly_the_same() -> None:
 
 
 # -- checkpoints ------------------------------------------------------------------------------------------------------
-
-
-class Save(Callback):
-    def __init__(self, path: str) -> None:
-        self.path = path
-
-    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if trainer.current_epoch == 0:
-            trainer.save_checkpoint(self.path)
 
 
 def evaluate(module: pl.LightningModule, path: str | None, **settings: Any) -> dict[str, Any]:
@@ -291,7 +276,7 @@ def save_and_load(folder: str, whole: str) -> dict[str, Any]:
     for stage, offload in ((2, "cpu"), (3, "none"), (3, "cpu")):
         path = f"{folder}/{stage}{offload}"
         module = build(CosineNet)
-        run, through = both(module, zero(stage=stage, offload=offload), [Save(path), lt.EMA(0.5)], **STEPS)
+        run, through = both(module, zero(stage=stage, offload=offload), [SaveAt(path, epoch=0), lt.EMA(0.5)], **STEPS)
         after = run.validate(module, loader(48), verbose=False)
         _, resumed = both(build(CosineNet), zero(stage=stage, offload=offload), [lt.EMA(0.5)], **STEPS, ckpt_path=path)
         results[stage, offload] = {
@@ -313,7 +298,7 @@ def save_and_load(folder: str, whole: str) -> dict[str, Any]:
 def loaded(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("zero")
     for name, kind in (("plain", Stateless), ("norm", NormNet)):
-        alone(build(kind), **STEPS, callbacks=[Save(str(folder / name))])
+        alone(build(kind), **STEPS, callbacks=[SaveAt(str(folder / name), epoch=0)])
     ranks = run_ranks(save_and_load, str(folder), str(folder))
     return [{**rank, "folder": folder} for rank in ranks]
 
@@ -334,7 +319,7 @@ def test_a_folder_is_validated_tested_and_predicted_with(
 ) -> None:
     path = str(tmp_path / "half")
     module = build(CosineNet)
-    run = alone(module, **STEPS, callbacks=[Save(path), lt.EMA(0.5)])
+    run = alone(module, **STEPS, callbacks=[SaveAt(path, epoch=0), lt.EMA(0.5)])
     after = run.validate(module, loader(48), verbose=False)[0]
     for rank in loaded:
         assert rank[engine]["after"][0] == pytest.approx(after, abs=1e-5)
@@ -543,7 +528,7 @@ def test_a_folder_is_no_file_of_whole_weights(tmp_path: Path) -> None:
 
 
 def save_shards(folder: str) -> None:
-    both(build(PlainNet), zero(), [Save(folder)])
+    both(build(PlainNet), zero(), [SaveAt(folder, epoch=0)])
 
 
 def resume_alone(path: str) -> str:
@@ -580,10 +565,29 @@ def on_cuda(name: str, folder: str) -> None:
 @pytest.mark.parametrize("name", ["zero1_bf16", "zero2_bf16", "zero3_bf16", "zero3_offload_bf16"])
 def test_on_a_gpu_it_trains_what_one_process_trains_on_a_cpu(name: str, tmp_path: Path) -> None:
     pytest.importorskip("deepspeed")
-    program = f"from tests.strategies.zero.test_deepspeed import on_cuda; on_cuda({name!r}, {str(tmp_path)!r})"
+    program = f"from tests.strategies.zero.test_preset import on_cuda; on_cuda({name!r}, {str(tmp_path)!r})"
     root = Path(__file__).parents[3]
     environment = {**os.environ, "DS_ACCELERATOR": "cuda", "PYTHONPATH": str(root)}
     subprocess.run([sys.executable, "-W", "ignore", "-c", program], check=True, cwd=root, env=environment)
     module = build(PlainNet)
     fit(module)
     assert_close(torch.load(tmp_path / "weights.pt", weights_only=True), weights(module), 1e-3)
+
+
+# -- what DeepSpeed cannot do is an error with a remedy; the others are in test_preset.py, through a Trainer ----------
+
+
+def test_shards_are_loaded_by_as_many_ranks(tmp_path: Path) -> None:
+    (tmp_path / "checkpoint").mkdir()
+    for rank in range(2):
+        (tmp_path / "checkpoint" / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt").touch()
+    check_shards("zero3_bf16", tmp_path, 2)
+    check_shards("zero2_bf16", tmp_path, None)
+    with pytest.raises(MisconfigurationException, match=r"shards of 2 processes, .* got 3. Resume on 2"):
+        check_shards("zero3_bf16", tmp_path, 3)
+
+
+def test_one_file_is_no_shards(tmp_path: Path) -> None:
+    (tmp_path / "a.ckpt").touch()
+    with pytest.raises(MisconfigurationException, match=r"is one file, .* load_full_weights=True"):
+        check_shards("zero3_bf16", tmp_path / "a.ckpt", 2)

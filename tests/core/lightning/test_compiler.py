@@ -97,6 +97,7 @@ def test_a_compilation_that_ends_while_one_looks_was_not_killed(lock: Path, monk
     assert looks == 2
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("who", ["machine", "user"])
 def test_what_is_not_seen_here_may_hold_a_lock(who: str, lock: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiler, "NETWORK", ("",) if who == "machine" else ())

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import io
+import pickle
 import random
 from collections import defaultdict
 from collections.abc import Callable
@@ -18,7 +20,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 from lightning.pytorch.tuner import Tuner
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset
 from torchmetrics import MeanMetric, MinMaxMetric, RunningMean
@@ -538,6 +540,7 @@ def test_a_bad_radius_is_named(rho: Any, error: type[Exception], message: str) -
         lt.SAM(rho=rho)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("on", [*CUDA, "simulated mps"])
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed"])
 def test_on_a_device_rho_zero_is_bit_equal_to_no_mixin_with_dropout(on: str, precision: Any) -> None:
@@ -610,3 +613,20 @@ def test_a_checkpoint_saved_inside_a_step_holds_the_weights_themselves_and_distu
     assert_equal(weights(saving), weights(plain))
     for step, expected in enumerate(own):
         assert_equal(torch.load(tmp_path / f"{step}.ckpt", weights_only=True)["state_dict"], expected)
+
+
+class Copies(Callback):
+    """Pickles and copies the module in a fit, as callbacks of other projects do."""
+
+    def on_train_batch_end(self, trainer: Any, pl_module: pl.LightningModule, *_: Any) -> None:
+        torch.save(pl_module.layers, io.BytesIO())
+        pickle.dumps({name: value for name, value in vars(pl_module).items() if name in ("backward", "log")})
+        copied = copy.deepcopy(pl_module)
+        assert copied.backward.wrapper is None
+        self.copied = copied.layers
+
+
+def test_a_module_can_be_pickled_and_copied_in_a_fit_with_sam() -> None:
+    copies = Copies()
+    fit(build(PlainNet), callbacks=[lt.SAMCallback(), copies])
+    assert isinstance(copies.copied, nn.Sequential)

@@ -89,6 +89,7 @@ def test_gradients_that_stay_are_added_to() -> None:
     )
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
 @pytest.mark.filterwarnings("ignore")
 def test_a_recurrent_network_keeps_what_its_steps_compute(script: dict[str, Any], kind: type[nn.RNNBase]) -> None:
@@ -168,6 +169,7 @@ def held(optimizer: torch.optim.Optimizer) -> int:
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("name", [name for name, row in ROWS.items() if row.library == "torch" or row.by_shape])
 def test_states_by_name_are_those_of_a_real_step(name: str) -> None:
     net = nn.Sequential(nn.Linear(7, 9), nn.Linear(9, 11), nn.Linear(11, 3))

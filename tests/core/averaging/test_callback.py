@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import sys
 from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback
-from torch import nn
-from torch.nn.utils import parametrize
+from lightning.pytorch.callbacks import Callback, ModelPruning
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
+from torch.nn.utils import parametrize, prune
 
+import lightning_tricks as lt
 from lightning_tricks.core.averaging.averages import Averages
 from lightning_tricks.core.averaging.callback import AveragingCallback
-from tests.nets import NormNet, assert_close, assert_equal, build, fit, loader, trainer, weights
+from tests.nets import NormNet, PlainNet, assert_close, assert_equal, build, fit, loader, trainer, weights
 
 
 class Mean(AveragingCallback):
@@ -164,3 +167,135 @@ def test_weights_that_are_renamed_or_join_as_a_fit_goes_on_keep_the_average(
     fit(build(NormNet), callbacks=[Mean(), other()]).save_checkpoint(tmp_path / "x.ckpt")
     fit(rest, callbacks=[Mean(), other()], max_epochs=4, ckpt_path=tmp_path / "x.ckpt")
     assert_equal(weights(whole), weights(rest))
+
+
+class RenamesAmid(Callback):
+    """Renames weights in the middle of a fit, as pruning and parametrizations do."""
+
+    def __init__(self, how: str) -> None:
+        self.how = how
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step == 3:
+            layer = pl_module.layers[0]
+            if self.how == "prune":
+                prune.l1_unstructured(layer, "weight", amount=0.3)
+            else:
+                parametrize.register_parametrization(layer, "weight", nn.Identity())
+
+
+@pytest.mark.parametrize("how", ["prune", "parametrize"])
+def test_averages_follow_weights_that_are_renamed(how: str, tmp_path: Any) -> None:
+    class Independent(Callback):
+        """An average by position, which no name can disturb."""
+
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            self.parameters = list(pl_module.parameters())
+            self.average = [p.detach().clone() for p in self.parameters]
+
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+            for average, parameter in zip(self.average, self.parameters, strict=True):
+                average.lerp_(parameter.detach(), 0.1)
+
+    independent, ema, module = Independent(), lt.EMA(0.9, warmup=False, at_end="raw"), build(PlainNet)
+    run = fit(module, callbacks=[RenamesAmid(how), independent, ema], max_epochs=1)
+    found = ema.averaged_state_dict()
+    names = {id(p): name for name, p in module.named_parameters()}
+    for parameter, average in zip(independent.parameters, independent.average, strict=True):
+        torch.testing.assert_close(found[names[id(parameter)]], average)
+    run.save_checkpoint(tmp_path / "pruned.ckpt")
+
+
+def test_averages_work_with_lightnings_pruning() -> None:
+    def pruning() -> ModelPruning:
+        return ModelPruning("l1_unstructured", amount=0.3, verbose=0, make_pruning_permanent=True)
+
+    module, ema = build(PlainNet), lt.EMA(0.9)
+    fit(module, callbacks=[ema, pruning()])
+    zeros = {name: weight == 0 for name, weight in module.named_parameters()}
+    assert sum(int(zero.sum()) for zero in zeros.values()) > 30
+    with ema.averaged(module):
+        assert all(weight.isfinite().all() for weight in module.parameters())
+    with pytest.raises(MisconfigurationException, match="put EMA before ModelPruning"):
+        fit(build(PlainNet), callbacks=[pruning(), lt.EMA(0.9)])
+    fit(build(PlainNet), callbacks=[pruning(), lt.EMA(0.9, at_end="raw")])
+
+
+# Python 3.10 has no notes on exceptions: it is warned instead.
+NO_NOTES = pytest.mark.filterwarnings(
+    f"{'ignore' if sys.version_info < (3, 11) else 'error'}:EMA could not undo everything:UserWarning"
+)
+
+
+class Loses(Callback):
+    """Takes a weight out of the module altogether, then fails."""
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step == 3:
+            pl_module.layers[0] = nn.Linear(8, 16)
+            raise KeyError("the user's own error")
+
+
+@NO_NOTES
+def test_the_users_own_error_is_the_one_that_is_raised() -> None:
+    with pytest.raises(KeyError, match="the user's own error"):
+        fit(build(PlainNet), callbacks=[lt.EMA(0.9), Loses()])
+
+
+@NO_NOTES
+def test_a_weight_that_is_gone_is_refused_by_name() -> None:
+    class Replaces(Callback):
+        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+            if trainer.global_step == 3:
+                pl_module.layers[0] = nn.Linear(8, 16)
+
+    with pytest.raises(MisconfigurationException, match=r"PlainNet has lost layers\.0\.weight.* EMA"):
+        fit(build(PlainNet), callbacks=[lt.EMA(0.9), Replaces()])
+
+
+class OldKey(Callback):
+    @property
+    def state_key(self) -> Any:
+        return type(self)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": 1}
+
+
+def test_callbacks_may_have_any_state_key(tmp_path: Any) -> None:
+    first = fit(build(NormNet), callbacks=[OldKey(), lt.EMA(0.9)], max_epochs=1)
+    first.save_checkpoint(tmp_path / "a.ckpt")
+    checkpoint = torch.load(tmp_path / "a.ckpt", weights_only=False)
+    assert OldKey in checkpoint["callbacks"]
+    second = pl.Trainer(
+        accelerator="cpu", max_epochs=2, logger=False, enable_checkpointing=False, callbacks=[OldKey(), lt.EMA(0.8)]
+    )
+    second.fit(build(NormNet), loader(), loader(24), ckpt_path=tmp_path / "a.ckpt", weights_only=False)
+
+
+class Lazy(PlainNet):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.LazyLinear(16), nn.Tanh(), nn.Linear(16, 2))
+
+
+@pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")
+def test_lazy_layers_are_refused_or_averaged_from_their_first_values_on() -> None:
+    seen: list[Tensor] = []
+
+    class See(Callback):
+        def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
+            if not seen:  # the first forward pass has drawn them
+                seen.append(pl_module.layers[0].weight.detach().clone())
+
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+            seen.append(pl_module.layers[0].weight.detach().clone())
+
+    ema = lt.EMA(0.9, warmup=False, at_end="raw")
+    fit(build(Lazy), callbacks=[See(), ema], max_epochs=1)
+    average = seen[0]
+    for weight in seen[1:]:
+        average = average.lerp(weight, 0.1)
+    assert_close({"layers.0.weight": average}, {"layers.0.weight": ema.averaged_state_dict()["layers.0.weight"]})
+    with pytest.raises(MisconfigurationException, match=r"RewindOnSpike needs weights that exist.*layers\.0\.weight"):
+        fit(build(Lazy), callbacks=[lt.RewindOnSpike()])

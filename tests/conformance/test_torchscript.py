@@ -89,6 +89,7 @@ TRICKS: dict[str, Callable[[], Callback]] = {
 }
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize("trick", TRICKS.values(), ids=TRICKS)
 @bodies
 def test_a_fit_is_that_without_the_trick(body: str, trick: Callable[[], Callback]) -> None:
@@ -119,6 +120,7 @@ TRIALS: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("trial", TRIALS.values(), ids=TRIALS)
 @bodies
 def test_a_trial_leaves_the_module_as_it_was(body: str, trial: Callable[[Any], Any]) -> None:
