@@ -8,6 +8,7 @@ import inspect
 from dataclasses import dataclass, replace
 from typing import Any
 
+from lightning_tricks.core.install import pip_install
 from lightning_tricks.optimizers.left_out import LEFT_OUT
 
 __all__ = ["optimizers"]
@@ -89,9 +90,7 @@ class Row:
             if error.name != package:
                 raise
             extra = _EXTRAS.get(package, "optimizers")
-            raise ModuleNotFoundError(
-                f"optimizer({self.name!r}) needs {package}: pip install 'lightning-tricks[{extra}]'."
-            ) from error
+            raise ModuleNotFoundError(f"optimizer({self.name!r}) needs {package}: {pip_install(extra)}.") from error
 
 
 _ROWS = (

@@ -18,6 +18,7 @@ import torch
 
 from lightning_tricks.checkpoints.files import folder_of
 from lightning_tricks.core.checks import check_count, check_range
+from lightning_tricks.core.install import pip_install
 from lightning_tricks.core.safe_load.atomic_file import atomic_write
 from lightning_tricks.core.safe_load.own_folder import is_ours, mark
 from lightning_tricks.examples.digits import VARIANTS, run
@@ -51,7 +52,7 @@ def demo(output: Path, *, seeds: int = 5, epochs: int = EPOCHS, noise: float = 0
         from rich.console import Console
         from rich.progress import track
     except ImportError as error:
-        raise ImportError(f"the demo needs {error.name}: pip install 'lightning_tricks[demo]'") from error
+        raise ImportError(f"the demo needs {error.name}: {pip_install('demo')}") from error
     _prepare(output)
     console = Console()
     console.print(f"scikit-learn's handwritten digits, {noise:.0%} of the training labels wrong, {epochs} epochs")
