@@ -12,6 +12,7 @@ import claims
 import clients
 import conflicts
 import curves
+import ema_curve
 import evidence
 import forest
 import illustrations
@@ -66,5 +67,7 @@ if __name__ == "__main__":
     quality_report.draw(quality_report.PICTURE, evidence.result("quality"))
     forest.draw(forest.PICTURE, evidence.result("quality"))
     curves.draw(curves.PICTURE)
+    for picture in ema_curve.SCHEMES:
+        ema_curve.draw(ema_curve.DOCS / picture, evidence.result("ema_curve"))
     for name in illustrations.PICTURES:
         illustrations.draw(illustrations.FOLDER / f"{name}.svg")

@@ -188,9 +188,9 @@ def words(picture: Path) -> list[str]:
 
 def test_what_make_tables_writes_is_current(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    evidence, readme, quality_report, forest, curves, illustrations = (
+    evidence, readme, quality_report, forest, curves, ema_curve, illustrations = (
         importlib.import_module(name)
-        for name in ("evidence", "readme", "quality_report", "forest", "curves", "illustrations")
+        for name in ("evidence", "readme", "quality_report", "forest", "curves", "ema_curve", "illustrations")
     )
     assert evidence.FILE.read_text() == evidence.text(), "run make tables"
     pages = readme.pages()
@@ -199,6 +199,10 @@ def test_what_make_tables_writes_is_current(tmp_path: Path, monkeypatch: pytest.
     for picture, draw in (
         *((each.PICTURE, partial(each.draw, result=evidence.result("quality"))) for each in (quality_report, forest)),
         (curves.PICTURE, curves.draw),
+        *(
+            (ema_curve.DOCS / name, partial(ema_curve.draw, result=evidence.result("ema_curve")))
+            for name in ema_curve.SCHEMES
+        ),
         *((illustrations.FOLDER / f"{name}.svg", illustrations.draw) for name in illustrations.PICTURES),
     ):
         draw(tmp_path / picture.name)

@@ -21,6 +21,7 @@ import yaml
 from lightning.pytorch.cli import LightningCLI
 
 import lightning_tricks as lt
+from lightning_tricks.core.install import SOURCE
 from lightning_tricks_cli.main import parser
 from tests.nets import PlainNet, data
 from tests.public import KINDS
@@ -228,7 +229,8 @@ def check_command(words: list[str], folder: Path) -> None:
             assert (folder / script).is_file(), f"{folder / script} does not exist"
         case ["pip", "install", what]:
             extras = re.search(r"optional-dependencies\](.*?)\n\[", (ROOT / "pyproject.toml").read_text(), re.S)[1]
-            for extra in re.findall(r"\w+", re.search(r"\[(.*)\]", what)[1]):
+            named = re.fullmatch(rf"(?:\.|lightning-tricks)(?:\[(.*)\])?(?:{re.escape(SOURCE)})?", what)
+            for extra in re.findall(r"\w+", named[1] or ""):
                 assert re.search(rf"^{extra} = ", extras, re.MULTILINE), f"there is no extra {extra}"
         case ["make", *targets]:
             for target in targets:
