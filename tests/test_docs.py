@@ -64,7 +64,9 @@ def test_the_presets_are_all_there() -> None:
 
 @pytest.mark.parametrize("page", MARKDOWN, ids=named)
 def test_links_inside_the_repository_resolve(page: Path) -> None:
-    links = [link for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()) if not link.startswith("http")]
+    text = page.read_text()
+    links = re.findall(r"\]\(([^)\s]+)\)", text) + re.findall(r'\b(?:href|src|srcset)="([^"]+)"', text)
+    links = [link for link in links if not link.startswith("http")]
     assert not [link for link in links if not leads_somewhere(page, link)]
 
 

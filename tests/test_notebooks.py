@@ -129,13 +129,13 @@ def test_it_opens_in_colab_and_its_links_lead_somewhere(stem: str) -> None:
 @each
 def test_its_first_cell_installs_imports_and_seeds(stem: str) -> None:
     first = next(cell.source for cell in notebook(stem).cells if cell.cell_type == "code")
-    condition, install, *rest = [line for line in first.splitlines() if line]
+    condition, *install, library, ours, seed = [line for line in first.splitlines() if line]
     assert condition == 'if "google.colab" in str(get_ipython()):'
-    (extras,) = re.findall(rf"\"install -q 'lightning-tricks\[(\S+)\]{re.escape(SOURCE)}'\"", install)
+    (extras,) = re.findall(rf"\"install -q 'lightning-tricks\[(\S+)\]{re.escape(SOURCE)}'\"", " ".join(install))
     known = (ROOT / "pyproject.toml").read_text()
     assert all(f"\n{extra} = [" in known for extra in extras.split(","))
-    imports = ["import lightning.pytorch as pl", "import lightning_tricks as lt"]
-    assert rest == [*imports, "_ = pl.seed_everything(0, verbose=False)"]
+    assert (library, ours) == ("import lightning.pytorch as pl", "import lightning_tricks as lt")
+    assert seed == "_ = pl.seed_everything(0, verbose=False)"
 
 
 @each

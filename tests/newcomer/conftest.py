@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-collect_ignore = ["own.py"]  # a script, not to be imported for doctests
+collect_ignore = ["own.py", "wheel.py"]  # scripts, not to be imported for doctests
 
 
 @pytest.fixture(scope="session")
