@@ -1,4 +1,4 @@
-"""A release: one address everywhere, workflows that run what there is, notes, and a description that leads somewhere."""
+"""A release: one address everywhere, workflows that run what there is, notes, links on PyPI that lead somewhere."""
 
 from __future__ import annotations
 
@@ -39,9 +39,8 @@ def test_there_is_one_address() -> None:
     """Of the repository and of its site, wherever one is written."""
     assert SOURCE in ("", f" @ git+{REPOSITORY}")
     kinds = r"github\.com/|raw\.githubusercontent\.com/|colab\.research\.google\.com/github/"
-    address = re.compile(
-        rf"(?:{kinds})([\w.-]+/[Ll]ightning[-_][Tt]ricks)\b|([\w-]+\.github\.io/lightning[-_]tricks)\b"
-    )
+    site = r"([\w-]+\.github\.io/lightning[-_]tricks)\b"
+    address = re.compile(rf"(?:{kinds})([\w.-]+/lightning[-_]tricks)\b|{site}", re.IGNORECASE)
     found = {where: {one or two for one, two in address.findall(text)} for where, text in tracked().items()}
     wrong = {where: each - {f"{OWNER}/{NAME}", SITE[8:-1]} for where, each in found.items()}
     assert not {where: each for where, each in wrong.items() if each}
@@ -93,11 +92,10 @@ def test_the_links_of_the_description_are_absolute_and_lead_to_files() -> None:
     relative = [link for link in links if not link.startswith("https://")]
     assert all(link.startswith("#") for link in relative)
     raw = REPOSITORY.replace("github.com", "raw.githubusercontent.com")
-    files = [
-        link for link in links if link.startswith((f"{REPOSITORY}/blob/v{__version__}/", f"{raw}/v{__version__}/"))
-    ]
+    tag = f"v{__version__}/"
+    files = [link for link in links if link.startswith((f"{REPOSITORY}/blob/{tag}", f"{raw}/{tag}"))]
     assert len(files) > 40
-    paths = [re.split(rf"/v{re.escape(__version__)}/|#", link)[1] for link in files]
+    paths = [re.split(rf"/{re.escape(tag)}|#", link)[1] for link in files]
     assert not [path for path in paths if not (ROOT / path).exists()]
     assert {link for link in links if link.startswith(raw)} >= {f"{raw}/v{__version__}/docs/ema_curve.svg"}
 
