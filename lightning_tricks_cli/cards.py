@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import re
-from difflib import get_close_matches
 from functools import cache
 from itertools import chain
 from pathlib import Path
@@ -18,6 +17,7 @@ from textwrap import fill
 from typing import Any
 
 from lightning_tricks_cli.catalogue import CATALOGUE, Row
+from lightning_tricks_cli.nearest import did_you_mean
 
 HERE = Path(__file__).parent
 FOLDER = HERE / "cards"
@@ -75,15 +75,12 @@ def row_of(name: str) -> Row:
     """The row of the catalogue that has a name.
 
     Raises:
-        ValueError: If there is none; the message has the most similar names.
+        ValueError: If there is none; the message has the most similar name.
     """
     rows = {each: row for row in CATALOGUE for each in (*row.names, *row.beside)}
     if name not in rows:
-        similar = get_close_matches(name, rows, n=3)
-        raise ValueError(
-            f"there is no trick {name!r}{'; did you mean ' + ' or '.join(similar) + '?' if similar else '.'}"
-            " See lightning-tricks tricks."
-        )
+        near = did_you_mean(name, reversed(rows))  # of Mixup and mixup the class, which comes first
+        raise ValueError(f"there is no trick {name!r}.{near} See lightning-tricks tricks.")
     return rows[name]
 
 

@@ -46,7 +46,7 @@ def test_another_word_filters(capsys: pytest.CaptureFixture[str]) -> None:
     assert "ActivationCheckpointing" in out
     assert "  EMA " not in out
     assert main(["tricks", "CutMixx"]) == 1
-    assert "no trick 'CutMixx'; did you mean CutMix" in capsys.readouterr().err
+    assert "no trick 'CutMixx'. Did you mean 'CutMix'?" in capsys.readouterr().err
 
 
 def test_a_name_in_other_letters_prints_its_card(capsys: pytest.CaptureFixture[str]) -> None:
