@@ -52,7 +52,18 @@ def test_the_navigation_has_every_page_once(hook: Any) -> None:
     assert sorted(flat(hook.navigation())) == sorted(
         [
             *found,
-            *(f"{name}.md" for name in ("index", "configs", "benchmarks", "contributing", "security", "changelog")),
+            *(
+                f"{name}.md"
+                for name in (
+                    "index",
+                    "configs",
+                    "benchmarks",
+                    "contributing",
+                    "code_of_conduct",
+                    "security",
+                    "changelog",
+                )
+            ),
         ]
     )
     assert [*hook.navigation()[0]] == ["Start"]
