@@ -174,6 +174,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         file = _found(source.parent / match[2], config, files)
         return f'{match[1]}="{get_relative_url(file.url, page.url)}' if file else match[0]
 
+    markdown = re.sub("^<details>", '<details markdown="1">', markdown, flags=re.MULTILINE)  # GitHub needs no word
     return ATTRIBUTE.sub(in_html, LINK.sub(replaced, THEMED.sub(_themed, markdown)))
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from itertools import groupby
 from pathlib import Path
 
+import card_forest
 import claims
 import clients
 import conflicts
@@ -69,5 +70,7 @@ if __name__ == "__main__":
     curves.draw(curves.PICTURE)
     for picture in ema_curve.SCHEMES:
         ema_curve.draw(ema_curve.DOCS / picture, evidence.result("ema_curve"))
+    for row in filter(card_forest.name, CATALOGUE):
+        card_forest.draw(FOLDER / card_forest.name(row), row)
     for name in illustrations.PICTURES:
         illustrations.draw(illustrations.FOLDER / f"{name}.svg")

@@ -34,7 +34,8 @@ def run(options: argparse.Namespace) -> None:
     if options.json:
         print(json.dumps([row._asdict() for row in tricks(options.word)], indent=1))
     elif name := names.get(options.word.lower()):
-        print(re.sub(r"^!\[.*\n\n", "", card(name), flags=re.MULTILINE), end="")  # no pictures in a terminal
+        unseen = r"^(!\[.*\n\n|</?details>\n+|<summary>.*\n+)"  # no pictures in a terminal, and nothing is folded
+        print(re.sub(unseen, "", card(name), flags=re.MULTILINE), end="")
     else:
         for group, members in groupby(rows(options.word), key=lambda row: row.group):
             print(f"{group}:")
