@@ -216,9 +216,7 @@ def test_what_make_tables_writes_is_current(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_the_pictures_are_small_have_a_text_and_are_all_shown() -> None:
-    shown = [
-        picture for path in FOLDER.glob("*.md") for picture in re.findall(r"!\[(.*?)\]\((.*?)\)", path.read_text())
-    ]
+    shown = [picture for path in PAGES.glob("*.md") for picture in re.findall(r"!\[(.*?)\]\((.*?)\)", path.read_text())]
     links = {link for _, link in shown if "/" not in link}
     links |= {
         name for page in PAGES.parent.glob("*.md") for name in re.findall(r"\(tricks/(\w+\.svg)\)", page.read_text())
