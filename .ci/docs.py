@@ -159,7 +159,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     if page.file.src_uri == "index.md":
         page.meta["title"] = TITLE
     if page.file.src_uri.startswith("tricks/"):
-        page.meta["search"] = {"boost": 2}  # a card comes before the reference
+        page.meta["search"] = {"boost": 4}  # a card comes before the reference
     page.edit_url = _edit(source)
 
     def replaced(match: re.Match[str]) -> str:
