@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import os
 import posixpath
 import re
 from collections.abc import Iterable
@@ -22,9 +23,11 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 from mkdocs.utils import get_relative_url
 
+from lightning_tricks.core.install import REPOSITORY
 from lightning_tricks_cli.catalogue import CATALOGUE
 
 ROOT = Path(__file__).parent.parent
+TITLE = "Training tricks for PyTorch Lightning"
 KINDS = {
     "callbacks": "Callbacks",
     "modules": "Modules",
@@ -41,16 +44,14 @@ START = (
     *("your_library", "transfer", "manual_optimization", "coming_from", "your_own_ema", "faq", "troubleshooting"),
     *("why_different", "glossary"),
 )
-ABOUT = ("architecture", "contributing", "security", "changelog")
+ABOUT = ("architecture", "contributing", "code_of_conduct", "security", "changelog")
 ELSEWHERE = ("index", "choose", "benchmarks", "cli", "configs", *ABOUT)
 INTEGRATIONS = ("hydra", "tensorboard", "wandb", "mlflow", "optuna", "jupyter", "lightning_cli", "fabric")
 SCALE = ("strategies", "multi_node", "scaling", "second_life")
 EVIDENCE = ("compare", "evaluation", "compatibility", "conflicts", "clients", "versions", "gpu")
 LINK = re.compile(r"\[([^\]]*)\]\((?!https?:|#)([^)#]+)(#[^)]*)?\)")
-PICTURE = re.compile(r'\b(src|srcset)="(?!https?:)([^"#]+)')
-LOGO = re.compile(
-    r'<p align="center">\s*<picture>.*?srcset="([^"]+)".*?src="([^"]+)"(.*?)>\s*</picture>\s*</p>', re.DOTALL
-)
+ATTRIBUTE = re.compile(r'\b(src|href)="(?!https?:|#)([^"#]+)')
+THEMED = re.compile(r'<picture><source [^>]*srcset="([^"]+)"><img src="([^"]+)"(.*?)></picture>')
 BADGE = re.compile(r'<img alt="([^"]+)" src="https://colab[^>]*>')
 HREF = re.compile(r'<a href="(?!https?:|#)([^"#]+)">(.*?)</a>')
 
@@ -60,7 +61,10 @@ def sources() -> dict[str, Path]:
     pages = {"index.md": ROOT / "README.md"}
     pages |= {str(path.relative_to(ROOT / "docs")): path for path in sorted((ROOT / "docs").rglob("*.md"))}
     pages |= {f"{folder}.md": ROOT / folder / "README.md" for folder in ("configs", "benchmarks")}
-    return pages | {f"{name}.md": ROOT / f"{name.upper()}.md" for name in ("contributing", "security", "changelog")}
+    return pages | {
+        f"{name}.md": ROOT / f"{name.upper()}.md"
+        for name in ("contributing", "code_of_conduct", "security", "changelog")
+    }
 
 
 def notebooks() -> list[Path]:
@@ -102,7 +106,12 @@ def navigation() -> list[Any]:
         for group, rows in groupby(CATALOGUE, lambda row: row.group)
     }
     schedules, scale = groups.pop("Schedules"), groups.pop("Scale")
-    start = ["index.md", "choose.md", {"Notebooks": [f"notebooks/{path.name}" for path in notebooks()]}, *_pages(START)]
+    start = [
+        {"Home": "index.md"},
+        "choose.md",
+        {"Notebooks": [f"notebooks/{path.name}" for path in notebooks()]},
+        *_pages(START),
+    ]
     start.insert(3, {"Integrations": _pages(f"integrations/{name}" for name in INTEGRATIONS)})
     uris = sorted((uri for uri in api() if not uri.endswith("/index.md")), key=str.lower)
     names = {kind: [{Path(uri).stem: uri} for uri in uris if uri.startswith(f"api/{kind}/")] for kind in KINDS}
@@ -122,8 +131,11 @@ def _pages(names: Iterable[str]) -> list[str]:
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """All pages, in their order."""
+    """All pages, in their order; versions to choose from where there are several, on GitHub Pages by mike."""
     config.nav = navigation()
+    config.extra["social"] = [{"icon": "fontawesome/brands/github", "link": REPOSITORY}]
+    if "MIKE_DOCS_VERSION" in os.environ:
+        config.extra["version"] = {"provider": "mike"}
     return config
 
 
@@ -146,26 +158,39 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     """Let the links of the repository lead somewhere in the site; folders have no place there."""
     if (source := sources().get(page.file.src_uri)) is None:
         return markdown
+    if page.file.src_uri == "index.md":
+        page.meta["title"] = TITLE
     if page.file.src_uri.startswith("tricks/"):
-        page.meta["search"] = {"boost": 2}  # a card comes before the reference
+        page.meta["search"] = {"boost": 4}  # a card comes before the reference
+    page.edit_url = _edit(source)
 
     def replaced(match: re.Match[str]) -> str:
         text, link, anchor = match.groups("")
-        file = _found(source.parent / link, config, files)
+        path = (source.parent / link).resolve()
+        if path.suffix == ".md" and path not in sources().values():  # beside the source that it is about: no page
+            return f"[{text}]({REPOSITORY}/blob/main/{path.relative_to(ROOT)}{anchor})"
+        file = _found(path, config, files)
         return f"[{text}]({_from(page, file)}{anchor})" if file else text
 
-    def drawn(match: re.Match[str]) -> str:
+    def in_html(match: re.Match[str]) -> str:
         file = _found(source.parent / match[2], config, files)
         return f'{match[1]}="{get_relative_url(file.url, page.url)}' if file else match[0]
 
-    return PICTURE.sub(drawn, LINK.sub(replaced, LOGO.sub(_logo, markdown)))
+    markdown = re.sub("^<details>", '<details markdown="1">', markdown, flags=re.MULTILINE)  # GitHub needs no word
+    return ATTRIBUTE.sub(in_html, LINK.sub(replaced, THEMED.sub(_themed, markdown)))
 
 
-def _logo(match: re.Match[str]) -> str:
-    """The title of the first page: the logo of the chosen colours, where GitHub has that of the system's."""
+def _themed(match: re.Match[str]) -> str:
+    """The picture for the chosen colours, where GitHub has that for the system's."""
     dark, light, rest = match.groups()
-    pictures = (f'<img src="{path}#only-{scheme}"{rest}>' for path, scheme in ((light, "light"), (dark, "dark")))
-    return f'<h1 align="center">{"".join(pictures)}</h1>'
+    return f'<img src="{light}#only-light"{rest}><img src="{dark}#only-dark"{rest}>'
+
+
+def _edit(source: Path) -> str:
+    """Where GitHub edits a page: a card's own part, which the rest is generated around."""
+    card = ROOT / "lightning_tricks_cli" / "cards" / source.name
+    path = card if source.parent.name == "tricks" and card.is_file() else source
+    return f"{REPOSITORY}/edit/main/{path.relative_to(ROOT)}"
 
 
 def _from(page: Page, file: File) -> str:
@@ -177,6 +202,8 @@ def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -
     """The same in notebooks, which are HTML when mkdocs sees them."""
     if not page.file.src_uri.startswith("notebooks/"):
         return html
+    page.meta["search"] = {"boost": 0.5}  # and a notebook, which names many tricks, after both
+    page.edit_url = _edit(ROOT / "notebooks" / Path(page.file.src_uri).with_suffix(".py").name)
 
     def replaced(match: re.Match[str]) -> str:
         link, text = match.groups()

@@ -1,4 +1,4 @@
-"""The picture of the schedules' cards: every curve, as the schedulers themselves draw it."""
+"""The picture of the schedules' cards: every curve with its defaults, as the schedulers themselves draw it."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ PICTURE = Path(__file__).parent.parent / "docs" / "tricks" / "curves.svg"
 STEPS = 200
 PLATEAUS = (60, 120, 170)  # the steps after which the metric of the picture has not improved for long enough
 CURVES: dict[str, Callable[..., Any]] = {
-    "flat_cos": partial(lt.flat_cos, warmup=0.05),
+    "flat_cos": lt.flat_cos,
     "one_cycle": lt.one_cycle,
-    "cosine": partial(lt.cosine, warmup=0.05),
-    "cosine_restarts": partial(lt.cosine_restarts, warmup=0.05),
-    "linear": partial(lt.linear, warmup=0.05),
-    "polynomial": partial(lt.polynomial, warmup=0.05),
+    "cosine": lt.cosine,
+    "cosine_restarts": lt.cosine_restarts,
+    "linear": lt.linear,
+    "polynomial": lt.polynomial,
     "inverse_sqrt": partial(lt.inverse_sqrt, warmup=0.05),
     "wsd": partial(lt.wsd, warmup=0.05),
-    "step_decay": partial(lt.step_decay, warmup=0.05),
-    "constant": partial(lt.constant, warmup=0.05),
+    "step_decay": lt.step_decay,
+    "constant": lt.constant,
     "swa_tail": lambda optimizer, total_steps: lt.swa_tail(
-        lt.cosine(optimizer, total_steps=total_steps, warmup=0.05), swa_lr=0.5, anneal=0.05
+        lt.cosine(optimizer, total_steps=total_steps), swa_lr=0.5, anneal=0.05
     ),
 }
 

@@ -34,10 +34,10 @@ HEADS = {
     "LoRA": "LoRA",
     "namespace": "pl",
 }
-SIGNS = {"right": "✓", "refused": "refused", "none": "n/a"}
+SIGNS = {"right": "✓", "refused": "✗", "none": "-"}
 LEGEND = (
     "✓: a test shows that it is right: equal to a naive reference, or to the run in one process, without interruption,"
-    " uncompiled. *refused*: an error by name before the first optimizer step. n/a: not applicable."
+    " uncompiled. ✗: refused, by an error with a name before the first optimizer step. -: not applicable."
 )
 TITLE = "# What works with what"
 COLUMNS = """\
@@ -72,7 +72,7 @@ ON_XLA = (
     " rounding. The running variance of BatchNorm is left out, which torch_xla computes by another formula. No TPU has"
     " run it. Presets are strategies, and Lightning has one of its own for XLA."
 )
-SHORT = "Where each is not ✓:"
+SHORT = "## The exceptions\n\nEverything works in every regime, but for what stands here:"
 
 
 def cells() -> dict[str, dict[str, dict[str, str]]]:
@@ -107,9 +107,11 @@ def markdown() -> str:
             for cell in ("refused", "none")
         )
         groups.setdefault((refused, none), []).append(f"`{row}`")
-    ordered = sorted(groups.items(), key=lambda group: (sum(map(len, group[0])), group[1]))
-    lines = [f"|{', '.join(rows)}|{refused or 'nothing'}|{none}|" for (refused, none), rows in ordered]
-    return "\n".join(["|tricks and presets|refused|not applicable|", "|---|---|---|", *lines])
+    everywhere = ", ".join(row for (refused, _), rows in sorted(groups.items()) for row in rows if not refused)
+    ordered = sorted(groups.items(), key=lambda group: (group[0][0].count(";"), group[1]))
+    lines = [f"|{', '.join(rows)}|{refused}|{none}|" for (refused, none), rows in ordered if refused]
+    table = ["|tricks and presets|refused|not applicable|", "|---|---|---|", *lines]
+    return "\n".join([*table, "", f"Refused nowhere: {everywhere}."])
 
 
 def page() -> str:
@@ -128,7 +130,7 @@ def page() -> str:
         f" {versions}."
     )
     devices = [WAITS, reasons(), ON_XLA.format(_listed(on_xla["versions"]))]
-    parts = [head, LEGEND, COLUMNS, *devices, SHORT, markdown(), "## Each by itself", _table(rows)]
+    parts = [head, SHORT, markdown(), "## Each by itself", LEGEND, _table(rows), "## The columns", COLUMNS, *devices]
     return "\n\n".join([*parts, "## Notes", numbered]) + "\n"
 
 

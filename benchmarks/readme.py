@@ -8,10 +8,12 @@ from __future__ import annotations
 from itertools import groupby
 from pathlib import Path
 
+import card_forest
 import claims
 import clients
 import conflicts
 import curves
+import ema_curve
 import evidence
 import finetune
 import forest
@@ -69,5 +71,9 @@ if __name__ == "__main__":
     quality_report.draw(quality_report.PICTURE, evidence.result("quality"))
     forest.draw(forest.PICTURE, evidence.result("quality"))
     curves.draw(curves.PICTURE)
+    for picture in ema_curve.SCHEMES:
+        ema_curve.draw(ema_curve.DOCS / picture, evidence.result("ema_curve"))
+    for row in filter(card_forest.name, CATALOGUE):
+        card_forest.draw(FOLDER / card_forest.name(row), row)
     for name in illustrations.PICTURES:
         illustrations.draw(illustrations.FOLDER / f"{name}.svg")

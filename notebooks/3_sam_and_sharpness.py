@@ -21,7 +21,9 @@
 
 # %%
 if "google.colab" in str(get_ipython()):
-    get_ipython().run_line_magic("pip", "install -q lightning-tricks[notebooks]")
+    get_ipython().run_line_magic(
+        "pip", "install -q 'lightning-tricks[notebooks] @ git+https://github.com/lightning-tricks/lightning_tricks'"
+    )
 import lightning as L
 
 import lightning_tricks as lt

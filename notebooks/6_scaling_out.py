@@ -17,7 +17,10 @@
 
 # %%
 if "google.colab" in str(get_ipython()):
-    get_ipython().run_line_magic("pip", "install -q lightning-tricks[notebooks,deepspeed]")
+    get_ipython().run_line_magic(
+        "pip",
+        "install -q 'lightning-tricks[notebooks,deepspeed] @ git+https://github.com/lightning-tricks/lightning_tricks'",
+    )
 import lightning as L
 
 import lightning_tricks as lt

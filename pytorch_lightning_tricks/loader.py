@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import re
+import runpy
 import sys
 from collections.abc import Sequence
 from importlib.abc import MetaPathFinder
@@ -112,9 +113,10 @@ def load(package: ModuleType) -> None:
     except ModuleNotFoundError as error:
         if error.name != "pytorch_lightning":
             raise
+        command = runpy.run_path(str(SOURCE / "core" / "install.py"))["pip_install"]("pytorch-lightning")
         raise ImportError(
-            "pytorch_lightning_tricks needs pytorch_lightning: pip install 'lightning-tricks[pytorch-lightning]'. For"
-            " lightning.pytorch, `import lightning_tricks as lt`."
+            f"pytorch_lightning_tricks needs pytorch_lightning: {command}. For lightning.pytorch, `import"
+            " lightning_tricks as lt`."
         ) from error
     package.__path__.append(str(SOURCE))
     sys.meta_path.insert(0, Finder(package.__name__))

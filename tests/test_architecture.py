@@ -41,7 +41,7 @@ HEAVY = {
 }
 
 # The floors. What stands on one imports nothing from above it.
-STANDARD_LIBRARY = ("core/call_stack.py", "core/checks.py", "schedules/curves.py")
+STANDARD_LIBRARY = ("core/call_stack.py", "core/checks.py", "core/install.py", "schedules/curves.py")
 NO_TRAINER = re.compile(
     r"core/(selection|figures|adapters/\w+|mixed_targets/\w+|safe_load/\w+|batches/(cutting|form|paths)"
     r"|weights/(tensors|local|fsdp2|zero)|averaging/(averages|transfer))\.py"

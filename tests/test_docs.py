@@ -30,6 +30,7 @@ from lightning.pytorch.cli import LightningCLI
 from torchvision.transforms import v2
 
 import lightning_tricks as lt
+from lightning_tricks.core.install import SOURCE
 from lightning_tricks_cli.main import parser
 from tests.nets import PlainNet, data
 from tests.public import KINDS
@@ -73,7 +74,9 @@ def test_the_presets_are_all_there() -> None:
 
 @pytest.mark.parametrize("page", MARKDOWN, ids=named)
 def test_links_inside_the_repository_resolve(page: Path) -> None:
-    links = [link for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()) if not link.startswith("http")]
+    text = page.read_text()
+    links = re.findall(r"\]\(([^)\s]+)\)", text) + re.findall(r'\b(?:href|src|srcset)="([^"]+)"', text)
+    links = [link for link in links if not link.startswith("http")]
     assert not [link for link in links if not leads_somewhere(page, link)]
 
 
@@ -251,7 +254,8 @@ def check_command(words: list[str], folder: Path) -> None:
             assert (folder / script).is_file(), f"{folder / script} does not exist"
         case ["pip", "install", what]:
             extras = re.search(r"optional-dependencies\](.*?)\n\[", (ROOT / "pyproject.toml").read_text(), re.S)[1]
-            for extra in re.findall(r"\w+", re.search(r"\[(.*)\]", what)[1]):
+            named = re.fullmatch(rf"(?:\.|lightning-tricks)(?:\[(.*)\])?(?:{re.escape(SOURCE)})?", what)
+            for extra in re.findall(r"\w+", named[1] or ""):
                 assert re.search(rf"^{extra} = ", extras, re.MULTILINE), f"there is no extra {extra}"
         case ["make", *targets]:
             for target in targets:

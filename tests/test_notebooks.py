@@ -19,6 +19,7 @@ import pytest
 from nbclient import NotebookClient
 from traitlets.config import Config
 
+from lightning_tricks.core.install import REPOSITORY, SOURCE
 from tests.ranks import _free_port, run_ranks
 
 ROOT = Path(__file__).parent.parent
@@ -119,7 +120,8 @@ def test_it_is_small_and_tells_nothing_of_the_machine_that_ran_it(stem: str) -> 
 @each
 def test_it_opens_in_colab_and_its_links_lead_somewhere(stem: str) -> None:
     prose = "\n".join(cell.source for cell in notebook(stem).cells if cell.cell_type == "markdown")
-    assert f"/blob/main/notebooks/{stem}.ipynb)" in prose
+    repository = REPOSITORY.removeprefix("https://github.com/")
+    assert f"(https://colab.research.google.com/github/{repository}/blob/main/notebooks/{stem}.ipynb)" in prose
     links = [link for link in re.findall(r"\]\(([^)\s]+)\)", prose) if not link.startswith("http")]
     assert not [link for link in links if not (NOTEBOOKS / link).exists()]
 
@@ -127,13 +129,13 @@ def test_it_opens_in_colab_and_its_links_lead_somewhere(stem: str) -> None:
 @each
 def test_its_first_cell_installs_imports_and_seeds(stem: str) -> None:
     first = next(cell.source for cell in notebook(stem).cells if cell.cell_type == "code")
-    condition, install, *rest = [line for line in first.splitlines() if line]
+    condition, *install, library, ours, seed = [line for line in first.splitlines() if line]
     assert condition == 'if "google.colab" in str(get_ipython()):'
-    (extras,) = re.findall(r'"install -q lightning-tricks\[(\S+)\]"', install)
+    (extras,) = re.findall(rf"\"install -q 'lightning-tricks\[(\S+)\]{re.escape(SOURCE)}'\"", " ".join(install))
     known = (ROOT / "pyproject.toml").read_text()
     assert all(f"\n{extra} = [" in known for extra in extras.split(","))
-    imports = ["import lightning as L", "import lightning_tricks as lt"]
-    assert rest == [*imports, "_ = L.seed_everything(0, verbose=False)"]
+    assert (library, ours) == ("import lightning.pytorch as pl", "import lightning_tricks as lt")
+    assert seed == "_ = pl.seed_everything(0, verbose=False)"
 
 
 @each

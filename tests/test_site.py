@@ -52,7 +52,8 @@ def test_the_navigation_has_every_page_once(hook: Any) -> None:
     assert sorted(flat(hook.navigation())) == sorted(
         [
             *found,
-            *(f"{name}.md" for name in ("index", "configs", "benchmarks", "contributing", "security", "changelog")),
+            *("index.md", "configs.md", "benchmarks.md", "contributing.md", "code_of_conduct.md"),
+            *("security.md", "changelog.md"),
         ]
     )
     assert [*hook.navigation()[0]] == ["Start"]
@@ -132,6 +133,14 @@ def test_the_pages_fit_a_phone_and_larger_and_load_nothing_from_elsewhere(site: 
             assert not tab.evaluate(WIDE), f"{page} at {width}"
         assert not tab.evaluate(MISSING), page
         assert not errors, page
+
+
+@pytest.mark.slow
+def test_what_is_folded_is_shown_as_a_table(site: Path) -> None:
+    for page in ("benchmarks.html", "tricks/EMA.html"):
+        folded = re.findall(r"<details>(.*?)</details>", (site / page).read_text(), re.DOTALL)
+        assert folded
+        assert all("<td" in each and "|---" not in each for each in folded)
 
 
 @pytest.mark.slow

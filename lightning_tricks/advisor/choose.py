@@ -18,6 +18,7 @@ from lightning_tricks.advisor.memory.states import SETTINGS, OptimizerLike
 from lightning_tricks.callbacks.lora import LoRA
 from lightning_tricks.core.adapters.inject import adaptable_linear
 from lightning_tricks.core.checks import check_count, check_range, check_type
+from lightning_tricks.core.install import pip_install
 from lightning_tricks.core.report import readable
 from lightning_tricks.optimizers.table import row_of
 from lightning_tricks.strategies.fsdp2.plan import planned_layers
@@ -117,7 +118,7 @@ def advice(
     if estimate.nvme:
         texts.append("Pass the folder on the disk: Trainer(**preset('zero3_nvme_bf16', nvme_path=...)).")
     if estimate.strategy.startswith("zero"):
-        texts.append("It needs DeepSpeed: pip install 'lightning-tricks[deepspeed]'.")
+        texts.append(f"It needs DeepSpeed: {pip_install('deepspeed')}.")
     batches = hardware.batches(estimate.strategy)
     effective = None if micro is None else micro * accumulate * batches
     if effective is None or effective == batch_size:

@@ -18,6 +18,7 @@ import lightning as L
 import torch
 from torch.torch_version import TorchVersion
 
+from lightning_tricks.core.install import pip_install
 from lightning_tricks.core.lightning.compiler import stale_locks
 from lightning_tricks.strategies.presets import presets
 from lightning_tricks.strategies.zero.preset import OLDEST_DEEPSPEED
@@ -228,7 +229,7 @@ def _blocking_reasons(preset: dict[str, Any], environment: Environment) -> dict[
     if "deepspeed" in environment.broken:
         reasons[f"deepspeed cannot be imported ({environment.broken['deepspeed']})"] = "pip install -U deepspeed"
     elif version is None:
-        reasons["deepspeed is not installed"] = "pip install 'lightning-tricks[deepspeed]'"
+        reasons["deepspeed is not installed"] = pip_install("deepspeed")
     elif TorchVersion(version) < OLDEST_DEEPSPEED:
         reasons[f"deepspeed {version} is older than {OLDEST_DEEPSPEED}"] = "pip install -U deepspeed"
     elif preset["precision"] == "16-mixed" and not environment.deepspeed_fp16:

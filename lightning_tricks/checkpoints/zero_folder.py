@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from lightning_tricks.checkpoints.stream import LazyTensor
+from lightning_tricks.core.install import pip_install
 from lightning_tricks.core.safe_load.damage import damage, zero_tag
 from lightning_tricks.core.safe_load.files import load_zero_file
 from lightning_tricks.core.safe_load.hyperparameters import refuse_instantiator
@@ -39,9 +40,7 @@ def zero_weights(folder: Path) -> dict[str, Any]:
         with redirect_stdout(sys.stderr):  # Its logger then writes to standard error.
             import deepspeed  # noqa: F401
     except ImportError as error:
-        raise ImportError(
-            "a DeepSpeed checkpoint needs the package deepspeed: pip install 'lightning-tricks[deepspeed]'"
-        ) from error
+        raise ImportError(f"a DeepSpeed checkpoint needs the package deepspeed: {pip_install('deepspeed')}") from error
     tag = zero_tag(folder)
     if experts := sorted(file.name for file in tag.glob("layer_*_expert_*")):
         raise ValueError(f"it has DeepSpeed's experts in files of their own ({experts[0]}), which are not joined here")

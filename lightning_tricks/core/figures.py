@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from lightning_tricks.core.install import pip_install
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
@@ -18,7 +20,7 @@ def pyplot() -> Any:
     try:
         import matplotlib.pyplot as plt
     except ImportError as error:
-        raise ImportError("Plots are drawn with matplotlib: pip install 'lightning-tricks[plot]'.") from error
+        raise ImportError(f"Plots are drawn with matplotlib: {pip_install('plot')}.") from error
     return plt
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
+from lightning_tricks.core.install import pip_install
 from lightning_tricks.examples.tasks import Split, TaskData, mislabel
 
 SUBJECTS = {  # The first offset (included) and the last (excluded).
@@ -91,7 +92,7 @@ def read_glosses() -> dict[str, str]:
     try:
         from timm.data import ImageNetInfo
     except ImportError as error:
-        raise ImportError("the glosses need timm: pip install 'lightning_tricks[vision]'") from error
+        raise ImportError(f"the glosses need timm: {pip_install('vision')}") from error
     info = ImageNetInfo("imagenet21k_goog")
     subjects_of: dict[str, set[str]] = {}
     for synset in info.label_names():

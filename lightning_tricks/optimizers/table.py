@@ -8,6 +8,8 @@ import inspect
 from dataclasses import dataclass, replace
 from typing import Any
 
+from lightning_tricks.core.install import pip_install
+
 __all__ = ["optimizers"]
 
 _CLOSURE = "its step needs a closure that runs forward and backward passes again"
@@ -119,9 +121,7 @@ class Row:
             if error.name != package:
                 raise
             extra = _EXTRAS.get(package, "optimizers")
-            raise ModuleNotFoundError(
-                f"optimizer({self.name!r}) needs {package}: pip install 'lightning-tricks[{extra}]'."
-            ) from error
+            raise ModuleNotFoundError(f"optimizer({self.name!r}) needs {package}: {pip_install(extra)}.") from error
 
 
 _ROWS = (

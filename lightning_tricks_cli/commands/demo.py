@@ -12,13 +12,14 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         "demo",
         help="train on noisy handwritten digits, without and with tricks, and compare",
         description="Train a small network on scikit-learn's handwritten digits with wrong training labels: without"
-        " tricks, with each trick, and with all of them. Prints a table; writes a picture and a checkpoint.",
+        " tricks, with each trick, and with all of them. Prints a table of what each gains and costs; writes a picture"
+        " and a checkpoint.",
         epilog="example: lightning-tricks demo --seeds 2 --output demo",
     )
     demo.set_defaults(run=run)
     demo.add_argument("--output", type=Path, default=Path("demo"), help="folder for the results (default: demo)")
     demo.add_argument("--seeds", type=int, default=5, help="runs of each variant (default: 5)")
-    demo.add_argument("--epochs", type=int, default=55, help="epochs of each run (default: 55)")
+    demo.add_argument("--epochs", type=int, default=15, help="epochs of each run (default: 15)")
     demo.add_argument("--noise", type=float, default=0.4, help="fraction of wrong training labels (default: 0.4)")
 
 

@@ -18,6 +18,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from typing_extensions import override
 
 from lightning_tricks.core.checks import EPOCHS
+from lightning_tricks.core.install import pip_install
 from lightning_tricks_cli.runs.near_names import near_names
 
 
@@ -33,7 +34,7 @@ class Reader(LightningCLI):
         try:
             import jsonargparse  # noqa: F401  LightningCLI would not name the extra to install.
         except ImportError as error:
-            raise ImportError("a configuration needs jsonargparse: pip install 'lightning-tricks[cli]'") from error
+            raise ImportError(f"a configuration needs jsonargparse: {pip_install('cli')}") from error
         if os.getcwd() not in sys.path:  # Python does so for scripts only.
             sys.path.insert(0, os.getcwd())
         super().__init__(**kwargs)

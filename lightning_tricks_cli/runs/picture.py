@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lightning_tricks.core.install import pip_install
 from lightning_tricks.core.safe_load.atomic_file import atomic_write, require_file
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ def check_picture(path: Path) -> None:
     try:
         from matplotlib.backend_bases import FigureCanvasBase
     except ImportError as error:
-        raise ImportError("the plot needs matplotlib: pip install 'lightning-tricks[plot]'") from error
+        raise ImportError(f"the plot needs matplotlib: {pip_install('plot')}") from error
     if not path.parent.is_dir():
         raise FileNotFoundError(f"There is no folder {path.parent} for the plot.")
     require_file(path)

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from lightning_tricks.core.install import pip_install
+
 COUNT = re.compile(r"(\d+(?:\.\d+)?(?:e1?\d)?)([kmbt]?)", re.IGNORECASE)
 THOUSANDS = {"": 0, "k": 3, "m": 6, "b": 9, "t": 12}
 
@@ -64,7 +66,7 @@ def _timm(name: str) -> Target:
     try:
         import timm
     except ImportError as error:
-        raise ImportError(f"timm:{name} needs timm: pip install 'lightning-tricks[vision]'") from error
+        raise ImportError(f"timm:{name} needs timm: {pip_install('vision')}") from error
     if not timm.is_model(name):
         near = ", ".join(timm.list_models(f"*{name.split('_')[0]}*")[:5])
         raise ValueError(f"timm has no model {name!r}." + (f" It has {near}." if near else ""))
@@ -77,7 +79,7 @@ def _transformers(path: Path, sequence_length: int | None) -> Target:
     try:
         import transformers
     except ImportError as error:
-        raise ImportError(f"{path} needs transformers: pip install 'lightning-tricks[text]'") from error
+        raise ImportError(f"{path} needs transformers: {pip_install('text')}") from error
     try:
         values = json.loads(path.read_text())
     except ValueError as error:

@@ -15,6 +15,7 @@ import torch
 
 import lightning_tricks as lt
 from lightning_tricks.advisor.environment import Device, Environment, environment_report, preset_status
+from lightning_tricks.core.install import pip_install
 from tests.device.devices import CUDA, device
 from tests.nets import quiet
 from tests.ranks import printed, run_alone
@@ -162,7 +163,7 @@ def test_a_machine_without_deepspeed(tmp_path: Path) -> None:
         assert (preset["status"] == "cannot run") == (name in ZERO)
         if name in ZERO:
             assert preset["reasons"][0] == "deepspeed is not installed"
-            assert preset["remedies"][0] == "pip install 'lightning-tricks[deepspeed]'"
+            assert preset["remedies"][0] == pip_install("deepspeed")
 
 
 def test_this_machine() -> None:

@@ -112,7 +112,7 @@ def test_deepspeed_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     for name in ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt"):
         (tmp_path / "a.ckpt" / "checkpoint" / name).touch()
     monkeypatch.setitem(sys.modules, "deepspeed", None)
-    with pytest.raises(ImportError, match=r"pip install 'lightning-tricks\[deepspeed\]'"):
+    with pytest.raises(ImportError, match=r"pip install 'lightning-tricks\[deepspeed\]"):
         export_weights(tmp_path / "a.ckpt", tmp_path / "a.pt")
 
 

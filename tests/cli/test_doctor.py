@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import lightning_tricks as lt
+from lightning_tricks.core.install import pip_install
 from lightning_tricks_cli.main import main
 from tests.nets import PlainNet
 
@@ -35,7 +36,7 @@ def test_without_deepspeed_it_says_what_to_do(
     words = " ".join(out.replace("│", " ").split())
     assert "deepspeed missing" in words
     assert "zero1_bf16 cannot run deepspeed is not installed" in words
-    assert "pip install 'lightning-tricks[deepspeed]' for zero1_bf16, zero2_bf16" in words
+    assert f"{pip_install('deepspeed')} for zero1_bf16, zero2_bf16" in words
     assert max(len(line) for line in out.splitlines() if "zero1" in line and "cannot" in line) <= 80
     assert ("┃" in out) == rich
 

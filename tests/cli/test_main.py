@@ -51,7 +51,7 @@ def test_a_missing_package_is_named_with_the_extra_that_brings_it(
     digits.read_digits.cache_clear()
     monkeypatch.setitem(sys.modules, module, None)
     assert main(["demo", "--output", str(tmp_path)]) == 1
-    assert "pip install 'lightning_tricks[demo]'" in capsys.readouterr().err
+    assert "pip install 'lightning-tricks[demo]" in capsys.readouterr().err
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from lightning_tricks.core.install import pip_install
 from lightning_tricks_cli.main import main
 
 DIGITS = Path(__file__).parent.parent.parent / "configs" / "digits_schedule.yaml"
@@ -126,4 +127,4 @@ def test_a_missing_package_is_named_with_the_extra_that_brings_it(
 ) -> None:
     monkeypatch.setitem(sys.modules, module, None)
     assert main(["memory", *arguments]) == 1
-    assert f"pip install 'lightning-tricks[{extra}]'" in capsys.readouterr().err
+    assert pip_install(extra) in capsys.readouterr().err

@@ -37,6 +37,9 @@ def test_a_line_for_each_card_fits_100_columns(capsys: pytest.CaptureFixture[str
     assert max(map(len, lines)) <= 100
 
 
+UNSEEN = ("![", "<details>", "<summary>", "</details>")  # in a terminal
+
+
 @pytest.mark.parametrize("name", ["EMA", "SAM", "CutMix", "scale_ema_decay"])
 def test_a_name_prints_its_card(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["tricks", name]) == 0

@@ -132,12 +132,12 @@ def test_what_is_missing_is_named(
 ) -> None:
     digits.read_digits.cache_clear()
     monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(ImportError, match=r"pip install 'lightning_tricks\["):
+    with pytest.raises(ImportError, match=r"pip install 'lightning-tricks\["):
         load(0.0)
 
 
 def test_missing_timm_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     glosses.read_glosses.cache_clear()
     monkeypatch.setitem(sys.modules, "timm.data", None)
-    with pytest.raises(ImportError, match=r"pip install 'lightning_tricks\[vision\]'"):
+    with pytest.raises(ImportError, match=r"pip install 'lightning-tricks\[vision\]"):
         glosses.load_glosses(0.0)

@@ -125,7 +125,7 @@ def test_mistakes_are_named() -> None:
 
 def test_a_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torchao.quantization", None)
-    with pytest.raises(ModuleNotFoundError, match=r"pip install 'lightning-tricks\[8bit\]'"):
+    with pytest.raises(ModuleNotFoundError, match=r"pip install 'lightning-tricks\[8bit\]"):
         lt.quantize(network())
 
 

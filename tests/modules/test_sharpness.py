@@ -225,7 +225,7 @@ def test_it_draws_into_axes_or_a_figure_of_its_own() -> None:
 
 def test_without_matplotlib_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
-    with pytest.raises(ImportError, match=r"pip install 'lightning-tricks\[plot\]'"):
+    with pytest.raises(ImportError, match=r"pip install 'lightning-tricks\[plot\]"):
         Sharpness(1.0, 4.0, 0.0, 0.5, distances=(0.0,), losses=(1.0,)).plot()
 
 

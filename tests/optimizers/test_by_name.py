@@ -515,7 +515,7 @@ def test_mistakes_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="no trainable parameters"):
         lt.optimizer("sgd", nn.Linear(4, 2).requires_grad_(False), 0.1)
     monkeypatch.setitem(ROWS, "elsewhere", Row("elsewhere", "not_there.optim.Elsewhere", 4, ""))
-    with pytest.raises(ModuleNotFoundError, match=r"needs not_there: pip install 'lightning-tricks\[optimizers\]'"):
+    with pytest.raises(ModuleNotFoundError, match=r"needs not_there: pip install 'lightning-tricks\[optimizers\]"):
         lt.optimizer("elsewhere", module, 0.1)
 
 

@@ -20,6 +20,7 @@ import pytorch_lightning as others
 
 import lightning_tricks as lt
 import pytorch_lightning_tricks as olt
+from lightning_tricks.core.install import pip_install
 from pytorch_lightning_tricks.loader import PACKAGE, SOURCE, rename
 from tests.nets import spelled
 from tests.public import KINDS, PUBLIC
@@ -127,8 +128,8 @@ def test_each_package_has_its_own_lightning_only_and_its_own_bytecode() -> None:
 def test_without_pytorch_lightning_the_extra_is_named() -> None:
     error = fresh(f"import sys; sys.modules['pytorch_lightning'] = None; import {PACKAGE}").stderr.splitlines()[-1]
     assert error == (
-        "ImportError: pytorch_lightning_tricks needs pytorch_lightning: pip install"
-        " 'lightning-tricks[pytorch-lightning]'. For lightning.pytorch, `import lightning_tricks as lt`."
+        f"ImportError: pytorch_lightning_tricks needs pytorch_lightning: {pip_install('pytorch-lightning')}. For"
+        " lightning.pytorch, `import lightning_tricks as lt`."
     )
 
 

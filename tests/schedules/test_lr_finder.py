@@ -172,7 +172,7 @@ def test_a_plot_has_its_suggestions_and_takes_axes() -> None:
 
 def test_without_matplotlib_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
-    with pytest.raises(ImportError, match=r"pip install 'lightning-tricks\[plot\]'"):
+    with pytest.raises(ImportError, match=r"pip install 'lightning-tricks\[plot\]"):
         LRFinderResult(tuple(rates()), tuple(curve(rates()))).plot()
 
 

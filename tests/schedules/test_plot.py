@@ -247,5 +247,5 @@ def test_what_cannot_be_drawn_says_why():
 
 def test_without_matplotlib_the_error_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
-    with pytest.raises(ImportError, match=r"pip install 'lightning-tricks\[plot\]'"):
+    with pytest.raises(ImportError, match=r"pip install 'lightning-tricks\[plot\]"):
         plot_schedule(linear, 4)

@@ -41,7 +41,7 @@ def test_what_ray_decides_is_refused(name: str) -> None:
 
 def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(ImportError, match=r"pip install 'lightning-tricks\[ray\]'"):
+    with pytest.raises(ImportError, match=r"pip install 'lightning-tricks\[ray\]"):
         ray_trainer("ddp_bf16")
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+from lightning_tricks.core.install import pip_install
+
 
 def library(name: str, user: str, extra: str) -> Any:
     """A module of an optional library.
@@ -23,4 +25,4 @@ def library(name: str, user: str, extra: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name not in (package, name):
             raise
-        raise ModuleNotFoundError(f"{user} needs {package}: pip install 'lightning-tricks[{extra}]'.") from error
+        raise ModuleNotFoundError(f"{user} needs {package}: {pip_install(extra)}.") from error

@@ -27,6 +27,7 @@ from typing_extensions import override
 
 from lightning_tricks.core.checks import check_bool, check_type
 from lightning_tricks.core.fit_start import announce
+from lightning_tricks.core.install import pip_install
 from lightning_tricks.core.lightning.compiler import prepare_to_compile, remove_stale_locks
 from lightning_tricks.core.lightning.patching import wrap_method
 from lightning_tricks.core.lightning.trainer import is_fitting, will_step
@@ -49,11 +50,11 @@ def require_deepspeed() -> None:
     try:
         import deepspeed
     except ImportError as error:
-        raise ImportError("ZeROPreset needs DeepSpeed: pip install 'lightning-tricks[deepspeed]'") from error
+        raise ImportError(f"ZeROPreset needs DeepSpeed: {pip_install('deepspeed')}") from error
     if TorchVersion(deepspeed.__version__) < OLDEST_DEEPSPEED:
         raise ImportError(
             f"ZeROPreset needs DeepSpeed {OLDEST_DEEPSPEED} or newer, got {deepspeed.__version__}:"
-            " pip install -U 'lightning-tricks[deepspeed]'"
+            f" {pip_install('deepspeed')}"
         )
 
 
@@ -175,9 +176,8 @@ class ZeROPreset(AtomicFolders, PresetStrategy, DeepSpeedStrategy):
     precision in fp32: ``F.mse_loss(self(x).float(), y.float())``. "16-mixed" scales the loss; a step that overflows is
     skipped, and counted, as with torch's GradScaler.
 
-    This strategy needs DeepSpeed 0.19.8 or newer (``pip install 'lightning-tricks[deepspeed]'``). In stage 2, 0.17.6
-    and 0.18.2 forget all but the last batch of a step, and 0.19.0 may validate other weights than it has loaded in
-    stage 3.
+    This strategy needs DeepSpeed 0.19.8 or newer (the extra ``deepspeed``). In stage 2, 0.17.6 and 0.18.2 forget all
+    but the last batch of a step, and 0.19.0 may validate other weights than it has loaded in stage 3.
 
     Args:
         precision: The precision to train in: "bf16-mixed", "16-mixed" or "32-true"; optimizer states are always fp32.

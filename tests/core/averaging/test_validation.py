@@ -56,7 +56,7 @@ def test_it_draws_into_axes_or_a_figure_of_its_own() -> None:
 
 def test_without_matplotlib_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
-    with pytest.raises(ImportError, match=r"pip install 'lightning-tricks\[plot\]'"):
+    with pytest.raises(ImportError, match=r"pip install 'lightning-tricks\[plot\]"):
         recorded(loss=1.0, loss_raw=2.0).plot(None, None)
 
 

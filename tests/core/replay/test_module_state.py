@@ -400,6 +400,8 @@ def test_the_numbers_of_an_array_are_compared_without_a_second_copy() -> None:
     assert peak < 1.2 * net.counts.nbytes
     net.counts[7] = 1
     assert state.changed() == "Linear.counts"
+
+
 class Aux(PlainNet):
     """Loops over an OrderedDict in its loss."""
 

@@ -509,7 +509,7 @@ def test_a_fit_on_nvme_equals_that_of_one_process(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("found", "message"),
-    [(None, r"needs DeepSpeed: pip install 'lightning-tricks\[deepspeed\]'"), ("0.18.9", "or newer, got 0.18.9: pip")],
+    [(None, r"needs DeepSpeed: pip install 'lightning-tricks\[deepspeed\]"), ("0.18.9", "or newer, got 0.18.9: pip")],
 )
 def test_a_missing_or_old_deepspeed_is_named(monkeypatch: pytest.MonkeyPatch, found: Any, message: str) -> None:
     monkeypatch.setitem(sys.modules, "deepspeed", found and SimpleNamespace(__version__=found))
