@@ -129,7 +129,7 @@ MUTANTS = {
         "core/replay/test_module_state.py::test_an_object_that_cannot_be_restored_is_refused_by_its_path",
     ),
     "a sweep leaves the weights trained": Mutant(
-        "core/replay/fit_state.py",
+        "core/replay/undone_fit.py",
         "*owners, self._state.restore, *weights])",
         "*owners, self._state.restore])",
         "core/replay/test_fit_state.py::test_whatever_the_trainer",

@@ -1,4 +1,4 @@
-"""The active tricks among the hyperparameters of a run: which ones, and with which settings."""
+"""The active tricks among the hyperparameters of a run; apart from the fit's start, which asks for them once."""
 
 from __future__ import annotations
 

@@ -71,7 +71,9 @@ def _for_fish(main_parser: argparse.ArgumentParser) -> str:
     try:
         import shtab
     except ImportError as error:
-        raise ImportError("completion in fish needs shtab: pip install 'lightning-tricks[cli]'") from error
+        from lightning_tricks.core.install import pip_install
+
+        raise ImportError(f"completion in fish needs shtab: {pip_install('cli')}") from error
     names, commands = known_names(), _commands(main_parser)
     values = {
         "--trainer.strategy": [row["name"] for row in names["presets"]],

@@ -106,7 +106,7 @@ NO_ROW = {  # of the names of lightning_tricks, and where in tests/ they are tes
     # trials, which leave no trace, and reports
     "Hardware": "advisor/test_choose.py",
     "environment_report": "advisor/test_environment.py",
-    "estimate_memory": "advisor/memory/test_memory.py",
+    "estimate_memory": "advisor/memory/test_estimate.py",
     "find_batch_size": "advisor/test_batch_size.py",
     "find_lr": "schedules/test_lr_finder.py",
     "find_non_finite": "advisor/test_non_finite.py",
