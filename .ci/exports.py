@@ -22,12 +22,13 @@ KINDS = (
 )
 TRICKS = ("callbacks", "modules")  # where a function beside a class is the pure half of a trick
 CORE = {  # what several tricks need, and the kind that offers it
+    "core/averaging/decay.py": "callbacks",
     "core/batches/growing.py": "callbacks",
     "core/lightning/fit.py": "schedules",
     "core/lightning/steps.py": "schedules",
 }
 IN_PACKAGE = {"CurveLR", "PlateauLR", "TricksProfile"}  # made by functions, and constructed by nobody
-PURE = {"growing_size"}  # the pure half of two tricks
+PURE = {"ema_decay", "growing_size"}  # the pure half of two tricks
 
 
 class Name(NamedTuple):

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 import lightning_tricks as lt
+from tests.callbacks.test_distill import NaiveDistill, other
 from tests.callbacks.test_float8 import NaiveFloat8
 from tests.callbacks.test_moe_balance import NaiveBalance
 from tests.callbacks.test_qat import NaiveQAT
@@ -230,6 +231,42 @@ SETTINGS: dict[str, Enrolment] = {
         callbacks={"on": lambda: [lt.HiddenMixup("layers.1")], "off": lambda: [lt.HiddenMixup("layers.1", alpha=0)]},
         by_batches=True,
         yaml={"trainer": {"callbacks": [{"class_path": "HiddenMixup", "init_args": {"layer": "layers.1"}}]}},
+    ),
+    "Distill": Enrolment(
+        naive=lambda batches, seen: NaiveDistill(),
+        callbacks={
+            "on": lambda: [lt.Distill(lt.Teacher(0.9))],
+            "off": lambda: [lt.Distill(lt.Teacher(0.9), weight=0.0)],
+        },
+        yaml={
+            "trainer": {
+                "callbacks": [
+                    {
+                        "class_path": "Distill",
+                        "init_args": {
+                            "teacher": {"class_path": "lightning_tricks.Teacher", "init_args": {"decay": 0.9}}
+                        },
+                    }
+                ]
+            }
+        },
+        refused=("DeepSpeed", "manual"),
+    ),
+    "Distill(module)": Enrolment(
+        naive=lambda batches, seen: NaiveDistill(other=other().eval()),
+        callbacks={"on": lambda: [lt.Distill(other())], "off": lambda: [lt.Distill(other(), weight=0.0)]},
+        yaml={
+            "trainer": {
+                "callbacks": [
+                    {
+                        "class_path": "Distill",
+                        "init_args": {"teacher": {"class_path": "tests.conformance.yaml_nets.OtherTeacher"}},
+                    }
+                ]
+            }
+        },
+        refused=("manual",),
+        twin="Distill",
     ),
     "InspectTraining": neutral(
         lambda: lt.InspectTraining(PICTURES, every_n_steps=100, steps=2),
@@ -507,6 +544,12 @@ SETTINGS: dict[str, Enrolment] = {
     ),
     "SkipNonFinite": guard(
         lt.SkipNonFinite, "SkipNonFinite", "DeepSpeed", naive=lambda batches, seen: naive.Skipping(len(batches))
+    ),
+    "Teacher": neutral(
+        lambda: lt.Teacher(0.9),
+        {"class_path": "Teacher", "init_args": {"decay": 0.9}},
+        "DeepSpeed",
+        no_client="is called by the module; Distill, which is tried, has the same teacher",
     ),
     "Throughput": neutral(lt.Throughput, "Throughput"),
     "TerminateOnNonFinite": terminator(lt.TerminateOnNonFinite, "TerminateOnNonFinite"),
