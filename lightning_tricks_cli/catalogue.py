@@ -137,6 +137,14 @@ CATALOGUE = (
         "a pass over the training loader before the first step",
     ),
     Row(
+        ("Distill", "Teacher"),
+        "Losses",
+        "callbacks=[lt.Distill(teacher, weight=0.5, temperature=4.0)]",
+        "Trains on what another model, or an average of this one, says.",
+        "a forward pass of the teacher; an average takes the memory of the weights",
+        ("distillation_loss",),
+    ),
+    Row(
         ("min_snr_weight",),
         "Losses",
         "loss = (lt.min_snr_weight(alphas_cumprod, t) * error).mean()",

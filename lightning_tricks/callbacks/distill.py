@@ -177,6 +177,10 @@ class Distill(TeachingCallback):
         self._source: TeachingCallback = self  # whose teacher it is
         self._forget()
 
+    @override
+    def teacher_written(self) -> str:
+        return super().teacher_written() if self.module is not None else f"Teacher({super().teacher_written()})"
+
     def _forget(self) -> None:
         self._part: str | None = self.student  # the name of the part whose calls the teacher repeats, once it is known
         self._calls: list[tuple[str, Call, Any]] | None = None  # those of the present step with their outputs

@@ -72,8 +72,8 @@ class TeachingCallback(Averaging):
     @override
     def row(self, trainer: pl.Trainer) -> Row:
         name, given = super().row(trainer)
-        written = {key: value for key, value in given.items() if key not in ("decay", "module", "teacher")}
-        return name, {"teacher": self.teacher_written(), **written}
+        hidden = ("decay", "module", "teacher")  # a module would be printed with all of its layers
+        return name, {"teacher": self.teacher_written()} | {n: v for n, v in given.items() if n not in hidden}
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
