@@ -170,8 +170,10 @@ class Distill(TeachingCallback):
             for pattern in patterns:
                 check_patterns("features", pattern)
         check_type("student", student, str, type(None))
-        taught = teacher if isinstance(teacher, TeachingCallback) else None
-        super().__init__(1.0 if taught is None else taught.decay, teacher if taught is None else taught.module)
+        if isinstance(teacher, TeachingCallback):
+            super().__init__(teacher.decay, teacher.module)
+        else:
+            super().__init__(1.0, teacher)
         self.teacher, self.weight, self.temperature = teacher, weight, temperature
         self.features, self.student = features, student
         self._source: TeachingCallback = self  # whose teacher it is
@@ -189,7 +191,7 @@ class Distill(TeachingCallback):
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        listed = self.teacher in callbacks_of(trainer, TeachingCallback)  # type: ignore[type-abstract]
+        listed = self.teacher in callbacks_of(trainer, TeachingCallback)
         self._source = self.teacher if listed and isinstance(self.teacher, TeachingCallback) else self
         super().setup(trainer, pl_module, stage)
         if not is_fitting(trainer):
@@ -398,9 +400,7 @@ class Distill(TeachingCallback):
     @property
     @override
     def state_key(self) -> str:
-        # Of another module nothing is saved: the key only tells callbacks apart.
-        which = str(self.decay) if self.module is None else f"{type(self.module).__name__} at {id(self.module)}"
-        return f"Distill({which}, features={self.features!r})"
+        return f"{super().state_key}, features={self.features!r}"
 
 
 def _pairs(features: Features) -> list[tuple[str, str]]:

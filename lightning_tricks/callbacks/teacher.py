@@ -68,7 +68,7 @@ class Teacher(TeachingCallback):
                 f"{self.written()} is called as self.teacher, and {type(pl_module).__name__} has such an attribute"
                 " already: give that another name, or pass the teacher to Distill alone."
             )
-        pl_module.teacher = partial(self._answer, pl_module)  # a plain attribute, which is no submodule
+        vars(pl_module)["teacher"] = partial(self._answer, pl_module)
         self._undo.callback(delattr, pl_module, "teacher")
 
     def _answer(self, pl_module: pl.LightningModule, *args: Any, **kwargs: Any) -> Any:

@@ -18,6 +18,8 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_tricks as lt
@@ -135,7 +137,8 @@ def first_gradients(
     module: L.LightningModule, batches: Any, *callbacks: Callback, **settings: Any
 ) -> dict[str, Tensor]:
     watch = Gradients()
-    trainer(callbacks=[*callbacks, watch], max_steps=1, **settings).fit(module, batches)
+    val = loader(24) if isinstance(module, Net) else None
+    trainer(callbacks=[*callbacks, watch], max_steps=1, **settings).fit(module, batches, val)
     return watch.found
 
 
@@ -392,6 +395,28 @@ def test_under_fsdp2_a_rank_has_its_shards_which_a_resumed_fit_reads(tmp_path: P
     whole, _ = run_ranks(sharded, tmp_path, None)
     rest, _ = run_ranks(sharded, tmp_path, 3)
     assert all((whole[name] == rest[name]).all() for name in whole)
+
+
+def taught(cut: bool) -> dict[str, Any]:
+    teacher = other()
+
+    class Shards(ShardedNet):
+        def configure_model(self) -> None:
+            super().configure_model()
+            if cut:
+                fully_shard(teacher, mesh=self.device_mesh["data_parallel"])
+
+    strategy = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
+    settings = {"strategy": strategy, "devices": 2, "use_distributed_sampler": False}
+    fit(module := build(Shards), train=rank_loader(), callbacks=[lt.Distill(teacher)], **settings)
+    assert cut == any(isinstance(weight, DTensor) for weight in teacher.parameters())
+    module.layers.reshard()
+    return {name: value.numpy() for name, value in weights(module).items()}
+
+
+def test_another_module_that_is_sharded_teaches_the_same() -> None:
+    found, expected = (run_ranks(taught, cut)[0] for cut in (True, False))
+    assert all((found[name] == expected[name]).all() for name in expected)
 
 
 def test_an_error_of_the_teacher_leaves_the_module_as_it_was() -> None:

@@ -348,7 +348,7 @@ CASES: dict[str, tuple[list[Run], list[Run]]] = {
         [Run((mean_teacher, partial(lt.HiddenMixup, "layers.2")))],
     ),
     "Teacher-Teacher": (
-        [Run((lt.Teacher, lt.Teacher))],
+        [Run((lt.Teacher, partial(lt.Teacher, 0.9)))],
         [Run((lt.Teacher, mean_teacher))],
     ),
     "NEFTune-NEFTune": ([Run((lt.NEFTune, partial(lt.NEFTune, 1.0)), Tokens)], [Run((lt.NEFTune,), Tokens)]),

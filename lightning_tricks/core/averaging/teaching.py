@@ -65,6 +65,13 @@ class TeachingCallback(Averaging):
         """The teacher as a word or two, for reports and errors."""
         return f"decay={self.decay}" if self.module is None else type(self.module).__name__
 
+    @property
+    @override
+    def state_key(self) -> str:
+        # Of another module nothing is saved: the key only tells callbacks apart.
+        which = self.decay if self.module is None else f"{type(self.module).__name__} at {id(self.module)}"
+        return f"{self._name}({which})"
+
     @override
     def written(self) -> str:
         return f"{self._name}({self.teacher_written()})"

@@ -46,7 +46,7 @@ class _Wrapped:
         self.wrapper: Callable[..., Any] | None = wrapper
         self.original = original
         # Lightning and inspect look for it. Lightning looks into one wrapper alone, so that it is the user's method.
-        self.__wrapped__ = original.__wrapped__ if isinstance(original, _Wrapped) else original
+        self.__wrapped__: Callable[..., Any] = original.__wrapped__ if isinstance(original, _Wrapped) else original
         self.before = before  # the attribute that stood in this place, such as another wrapper; None for the class's
 
     def __getstate__(self) -> dict[str, Any]:
