@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import lightning.pytorch as pl
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
 from lightning_tricks.core.averaging.teaching import Call, TeachingCallback
@@ -18,12 +19,14 @@ from lightning_tricks.core.checks import check_range, check_type, some
 from lightning_tricks.core.conflicts import Conflict
 from lightning_tricks.core.lightning.trainer import callbacks_of, is_fitting, log_every_n_steps
 from lightning_tricks.core.mixed_targets.target import returned_loss
+from lightning_tricks.core.replay.data_watch import versions
 from lightning_tricks.core.replay.rerun import is_replaying
 from lightning_tricks.core.selection import check_patterns, listed, outermost, select_modules
 
 __all__ = ["Distill", "distillation_loss"]
 
 Features = str | Sequence[str] | Mapping[str, str]
+Versions = list[Any]  # of tensors
 
 
 def distillation_loss(
@@ -80,6 +83,16 @@ def _check_temperature(temperature: float) -> None:
     check_range("temperature", temperature, 0.0)
     if temperature == 0:
         raise ValueError(f"temperature must be above 0, got {temperature!r}.")
+
+
+class _Called(NamedTuple):
+    """A call in a training step: whose, what it returned, and the versions of what it was given and has returned."""
+
+    name: str
+    call: Call
+    output: Any
+    inputs: Versions
+    outputs: Versions
 
 
 @final
@@ -185,7 +198,8 @@ class Distill(TeachingCallback):
 
     def _forget(self) -> None:
         self._part: str | None = self.student  # the name of the part whose calls the teacher repeats, once it is known
-        self._calls: list[tuple[str, Call, Any]] | None = None  # those of the present step with their outputs
+        self._calls: list[_Called] | None = None  # those of the present step
+        self._inputs: dict[str, Versions] = {}  # those of the inputs of a call, by the name of the part
         self._seen: dict[str, list[Tensor]] | None = None  # outputs of layers, by their names in the module
         self._value: Tensor | None = None  # the distance in the last batch
 
@@ -217,7 +231,10 @@ class Distill(TeachingCallback):
         super().on_fit_start(trainer, pl_module)
         torch.compiler.reset()  # code that was compiled without the hooks would not call them
         for name, part in self._parts(pl_module).items():  # which exist only after configure_model
-            self._undo.callback(part.register_forward_hook(partial(self._called, name), with_kwargs=True).remove)
+            before = part.register_forward_pre_hook(partial(self._entered, name), with_kwargs=True)
+            after = part.register_forward_hook(partial(self._called, name), with_kwargs=True)
+            self._undo.callback(before.remove)
+            self._undo.callback(after.remove)
         for name, layer in self._layers(pl_module):
             self._undo.callback(layer.register_forward_hook(partial(self._passed, name)).remove)
 
@@ -262,13 +279,20 @@ class Distill(TeachingCallback):
         return {name: layer for name, layer in found.items() if layer in outer}
 
     @torch.compiler.disable
-    def _called(self, name: str, part: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    def _entered(self, name: str, part: nn.Module, args: Any, kwargs: Any) -> None:
         if self._calls is not None and self._part in (None, name):
-            self._calls.append((name, Call(part, args, kwargs), output))
+            self._inputs[name] = versions(_tensors((args, kwargs)))
+
+    @torch.compiler.disable
+    def _called(self, name: str, part: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        # A call without gradients, as for a metric, is none of the loss.
+        if self._calls is not None and self._part in (None, name) and torch.is_grad_enabled():
+            call, written = Call(part, args, kwargs), versions(_tensors(output))
+            self._calls.append(_Called(name, call, output, self._inputs[name], written))
 
     @torch.compiler.disable
     def _passed(self, name: str, layer: nn.Module, args: Any, output: Any) -> None:
-        if self._seen is not None:
+        if self._seen is not None and (self._calls is None or torch.is_grad_enabled()):  # the teacher has none
             first = output[0] if isinstance(output, tuple | list) and output else output
             if not isinstance(first, Tensor):
                 raise MisconfigurationException(
@@ -299,13 +323,14 @@ class Distill(TeachingCallback):
             loss = loss + self.weight * distance
         return {**output, "loss": loss} if isinstance(output, Mapping) else loss
 
-    def _of_student(self, module: pl.LightningModule, calls: Sequence[tuple[str, Call, Any]]) -> list[tuple[Call, Any]]:
-        """The calls that the teacher repeats, with what they returned.
+    def _of_student(self, module: pl.LightningModule, calls: Sequence[_Called]) -> list[_Called]:
+        """The calls that the teacher repeats.
 
         Raises:
-            MisconfigurationException: If there is none, or it is not clear which are meant.
+            MisconfigurationException: If there is none, it is not clear which are meant, or what they were given or
+                have returned was written to since.
         """
-        names = list(dict.fromkeys(name for name, *_ in calls))
+        names = list(dict.fromkeys(called.name for called in calls))
         if "" in names:
             names = [""]
         if len(names) != 1:
@@ -317,24 +342,30 @@ class Distill(TeachingCallback):
                 f" {what}{asked}. Name the part that computes them in student=, or call self(...)."
             )
         self._part = names[0]
-        return [(call, output) for name, call, output in calls if name == self._part]
+        found = [called for called in calls if called.name == self._part]
+        for called in found:
+            given = versions(_tensors((called.call.args, called.call.kwargs)))
+            if (given, versions(_tensors(called.output))) != (called.inputs, called.outputs):
+                raise MisconfigurationException(
+                    f"{self.written()}: {type(module).__name__}.training_step writes into the inputs or outputs of"
+                    f" self{self._part and '.' + self._part}(...), so that the teacher would see others: make new"
+                    " tensors there, as by inplace=False."
+                )
+        return found
 
     def _distance(
-        self, module: pl.LightningModule, calls: Sequence[tuple[Call, Any]], seen: Mapping[str, Sequence[Tensor]]
+        self, module: pl.LightningModule, calls: Sequence[_Called], seen: Mapping[str, Sequence[Tensor]]
     ) -> Tensor:
         """The mean distance over the calls of a step, or over layers."""
         self._seen = theirs = dict[str, list[Tensor]]()
         try:
-            answers = self._source.answers(module, [call for call, _ in calls])
+            answers = self._source.answers(module, [called.call for called in calls])
         finally:
             self._seen = None
         if self.features is None:
-            pairs = [
-                (self._logits(output), self._logits(answer)) for (_, output), answer in zip(calls, answers, strict=True)
-            ]
             distances = [
-                self._of_outputs(*pair, call.kwargs.get("attention_mask"))
-                for pair, (call, _) in zip(pairs, calls, strict=True)
+                self._of_outputs(self._logits(called.output), self._logits(answer), called.call.kwargs)
+                for called, answer in zip(calls, answers, strict=True)
             ]
         else:
             distances = [distance for name in seen for distance in self._of_layer(name, seen, theirs)]
@@ -345,7 +376,7 @@ class Distill(TeachingCallback):
             )
         return torch.stack(distances).mean()
 
-    def _of_outputs(self, mine: Tensor, theirs: Tensor, attended: Any) -> Tensor:
+    def _of_outputs(self, mine: Tensor, theirs: Tensor, kwargs: Mapping[str, Any]) -> Tensor:
         self._require_alike("outputs", mine, theirs)
         if self.temperature is None:
             return F.mse_loss(mine.float(), theirs.float())
@@ -355,6 +386,7 @@ class Distill(TeachingCallback):
                 f"{self.written()} compares logits of at least two classes, got outputs {tuple(mine.shape)}: pass"
                 " temperature=None for their mean squared error."
             )
+        attended = kwargs.get("attention_mask")
         mask = attended if isinstance(attended, Tensor) and attended.shape == mine.shape[:-1] else None
         return distillation_loss(mine, theirs, temperature=self.temperature, mask=mask, dim=dim)
 
@@ -408,6 +440,10 @@ def _pairs(features: Features) -> list[tuple[str, str]]:
     if isinstance(features, Mapping):
         return list(features.items())
     return [(pattern, pattern) for pattern in listed(features)]
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor) and not leaf.is_inference()]
 
 
 def _takes_hooks(module: nn.Module) -> bool:

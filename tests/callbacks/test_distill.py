@@ -323,10 +323,12 @@ def test_pixels_have_their_classes_in_the_second_dimension() -> None:
 
 
 class Twice(PlainNet):
-    """Two views of a batch."""
+    """Two views of a batch, and a metric."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         x, y = batch
+        with torch.no_grad():
+            self.log("metric", self(x).mean())
         return F.cross_entropy(self(x), y) + F.cross_entropy(self(-x), y)
 
 
@@ -335,8 +337,46 @@ def test_of_several_calls_the_mean_is_taken() -> None:
     reference, (x, y) = copy.deepcopy(module), next(iter(loader()))
     found = first_gradients(module, loader(), lt.Distill(teacher))
     distances = [distillation_loss(reference(each), teacher(each)) for each in (x, -x)]
-    (reference.training_step((x, y), 0) + sum(distances) / 2).backward()
+    (F.cross_entropy(reference(x), y) + F.cross_entropy(reference(-x), y) + sum(distances) / 2).backward()
     assert_close(found, {name: p.grad for name, p in reference.named_parameters()})
+
+
+class WithLabels(nn.Module):
+    """Computes its loss by itself, as models of transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = PlainNet().layers
+
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        assert type(labels) is Tensor or self.training, "a teacher's labels are plain"
+        logits = self.layers(x)
+        return {"logits": logits, "loss": F.cross_entropy(logits, labels)}
+
+
+def test_labels_that_a_model_is_called_with_may_be_mixed() -> None:
+    class Around(PlainNet):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers, self.model = nn.Sequential(), WithLabels()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.model(x, labels=torch.zeros(len(x)).long())["logits"]
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return self.model(batch[0], labels=batch[1])["loss"]
+
+    class Outside(Around):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return F.cross_entropy(self.model.layers(batch[0]), batch[1])
+
+    ended = []
+    for kind, student in ((Around, None), (Outside, "model.layers")):
+        teacher = build(WithLabels)
+        callback = lt.Distill(teacher if student is None else teacher.layers, student=student)
+        fit(module := build(kind), callbacks=[callback, lt.Mixup(1.0)])
+        ended.append(weights(module))
+    assert_equal(*ended)
 
 
 def test_a_teacher_among_the_callbacks_is_shared() -> None:
@@ -477,6 +517,19 @@ class Named(PlainNet):
     teacher = None
 
 
+class WritesInputs(PlainNet):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers.insert(0, nn.ReLU(inplace=True))
+
+
+class WritesOutputs(PlainNet):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        logits = self(batch[0])
+        logits /= 2
+        return F.cross_entropy(logits, batch[1])
+
+
 @pytest.mark.parametrize(
     ("kind", "make", "message"),
     [
@@ -495,6 +548,12 @@ class Named(PlainNet):
             lambda _: lt.Distill(lt.Teacher(), student="first", features="layers"),
             "calls none of the layers that",
         ),
+        (
+            WritesInputs,
+            lambda _: lt.Distill(nn.Linear(8, 2)),
+            r"step writes into the inputs or outputs of self\(\.\.\.\)",
+        ),
+        (WritesOutputs, lambda _: lt.Distill(nn.Linear(8, 2)), "so that the teacher would see others: make new"),
         (Inside, lambda net: lt.Distill(net.big), r"Distill\(Linear\): this teacher is a part of Inside"),
         (Inside, lambda net: lt.Teacher(module=net), r"Teacher\(Inside\): this teacher is a part of Inside"),
         (Named, lambda _: lt.Teacher(), "called as self.teacher, and Named has such an attribute"),
