@@ -232,7 +232,7 @@ class Distill(TeachingCallback):
         torch.compiler.reset()  # code that was compiled without the hooks would not call them
         for name, part in self._parts(pl_module).items():  # which exist only after configure_model
             before = part.register_forward_pre_hook(partial(self._entered, name), with_kwargs=True)
-            after = part.register_forward_hook(partial(self._called, name), with_kwargs=True)
+            after = part.register_forward_hook(partial(self._left, name), with_kwargs=True)
             self._undo.callback(before.remove)
             self._undo.callback(after.remove)
         for name, layer in self._layers(pl_module):
@@ -284,7 +284,7 @@ class Distill(TeachingCallback):
             self._inputs[name] = versions(_tensors((args, kwargs)))
 
     @torch.compiler.disable
-    def _called(self, name: str, part: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    def _left(self, name: str, part: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         # A call without gradients, as for a metric, is none of the loss.
         if self._calls is not None and self._part in (None, name) and torch.is_grad_enabled():
             call, written = Call(part, args, kwargs), versions(_tensors(output))

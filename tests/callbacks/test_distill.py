@@ -539,6 +539,11 @@ class WritesOutputs(PlainNet):
         (Parts, lambda _: lt.Distill(nn.Linear(8, 2), student="layers"), "nor a part, as student='layers' says"),
         (ByHand, lambda _: lt.Distill(nn.Linear(8, 2)), "automatic_optimization=False: put Teacher"),
         (Net, lambda _: lt.Distill(nn.Linear(8, 3)), r"same shape, got \(8, 2\) from the student and \(8, 3\) from"),
+        (
+            Net,
+            lambda _: lt.Distill(nn.Linear(9, 2)),
+            r"called with the inputs of the student, \[\(8, 8\)\]: RuntimeError: mat1",
+        ),
         (Pair, lambda _: lt.Distill(nn.Linear(8, 2)), "outputs that are tensors, or have them as logits, got tuple"),
         (Net, lambda _: lt.Distill(nn.Linear(8, 2), features="Conv2d"), r"Distill\(Linear\), in Net: features: a pat"),
         (Net, lambda _: lt.Distill(nn.Linear(8, 2), features={"Linear": "^"}), "Linear: features: a pattern must be"),

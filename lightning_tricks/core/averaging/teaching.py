@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 from typing_extensions import override
 
 from lightning_tricks.core.averaging.averages import Averages
@@ -200,8 +200,21 @@ class TeachingCallback(Averaging):
             stack.enter_context(_without_cached_casts(pl_module.device))
             stack.enter_context(torch.no_grad())
             given = tree_map_only(Tensor, partial(_given, self.module), [(call.args, call.kwargs) for call in calls])
-            parts = [call.part if self.module is None else self.module for call in calls]
-            return [part(*args, **kwargs) for part, (args, kwargs) in zip(parts, given, strict=True)]
+            return [self._called(call, *both) for call, both in zip(calls, given, strict=True)]
+
+    def _called(self, call: Call, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        if self.module is None:
+            return call.part(*args, **kwargs)
+        try:
+            return self.module(*args, **kwargs)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            shapes = [tuple(each.shape) for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+            raise MisconfigurationException(
+                f"{self.written()}: this teacher cannot be called with the inputs of the student, {shapes}:"
+                f" {type(error).__name__}: {error}. Both get the same inputs: put what makes them fit into the teacher."
+            ) from error
 
 
 def _given(teacher: nn.Module | None, value: Tensor) -> Tensor:
