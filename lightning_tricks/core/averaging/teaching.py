@@ -192,7 +192,9 @@ class TeachingCallback(Averaging):
         with ExitStack() as stack:
             if self._average is not None and self.coordinator is not None:
                 self._follow()
-                changed = [*self._average.parts(), *self._average.weights.model_copies()]
+                # All of these are as before when the block ends, and the graph of the step may hold each of them.
+                held = [each for part in pl_module.modules() for each in vars(part).values() if type(each) is Tensor]
+                changed = [*self._average.parts(), *self._average.weights.model_copies(), *pl_module.buffers(), *held]
                 stack.enter_context(hidden_from_autograd(changed))
                 stack.enter_context(self.coordinator.showing_only(self._average))
             stack.enter_context(undone(Start.here(teacher, pl_module.device)))
