@@ -22,12 +22,13 @@ KINDS = (
 )
 TRICKS = ("callbacks", "modules")  # where a function beside a class is the pure half of a trick
 CORE = {  # what several tricks need, and the kind that offers it
+    "core/averaging/decay.py": "callbacks",
     "core/batches/growing.py": "callbacks",
     "core/lightning/fit.py": "schedules",
     "core/lightning/steps.py": "schedules",
 }
 IN_PACKAGE = {"CurveLR", "PlateauLR", "TricksProfile"}  # made by functions, and constructed by nobody
-PURE = {"Averager", "growing_size", "sam_step"}  # without a Trainer, though no pure function beside a class
+PURE = {"Averager", "ema_decay", "growing_size", "sam_step"}  # without a Trainer, or the pure half of two tricks
 MODULES = {"functional": "lightning_tricks", "lr_scheduler": "lightning_tricks.schedules"}  # public, on the top level
 
 

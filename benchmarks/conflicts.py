@@ -55,7 +55,8 @@ def others(conflict: Conflict) -> list[str]:
 def _public(other: str) -> list[str]:
     """The public names for a class that conflicts name."""
     names = {
-        "Averaging": ["EMA", "SWA", "PostHocEMA"],
+        "Averaging": ["EMA", "SWA", "PostHocEMA", "Teacher", "Distill"],
+        "GradCacheHooks": ["GradCacheMixin"],
         "AveragingCallback": ["EMA", "SWA"],
         "MixingCallback": ["Mixup", "CutMix", "HiddenMixup"],
         "SAMHooks": ["SAMMixin", "SAMCallback"],

@@ -18,6 +18,7 @@ from lightning_tricks.callbacks.channels_last import ChannelsLast
 from lightning_tricks.callbacks.compile import Compile
 from lightning_tricks.callbacks.cutmix import CutMix
 from lightning_tricks.callbacks.data_wait import DataWait
+from lightning_tricks.callbacks.distill import Distill
 from lightning_tricks.callbacks.ema import EMA
 from lightning_tricks.callbacks.exact_resume import ExactResume
 from lightning_tricks.callbacks.float8 import Float8
@@ -44,6 +45,7 @@ from lightning_tricks.callbacks.sequence_length_warmup import SequenceLengthWarm
 from lightning_tricks.callbacks.skip_non_finite import SkipNonFinite
 from lightning_tricks.callbacks.step_in_backward import StepInBackward
 from lightning_tricks.callbacks.swa import SWA
+from lightning_tricks.callbacks.teacher import Teacher
 from lightning_tricks.callbacks.terminate_on_non_finite import TerminateOnNonFinite
 from lightning_tricks.callbacks.throughput import Throughput
 from lightning_tricks.callbacks.token_mean import TokenMean
@@ -138,6 +140,7 @@ __all__ = [
     "CutOut",
     "DDPPreset",
     "DataWait",
+    "Distill",
     "DistributedWeightedSampler",
     "Doctor",
     "Ensemble",
@@ -172,6 +175,7 @@ __all__ = [
     "SinglePreset",
     "SkipNonFinite",
     "StepInBackward",
+    "Teacher",
     "TerminateOnNonFinite",
     "Throughput",
     "TokenBuckets",

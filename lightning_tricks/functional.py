@@ -2,7 +2,8 @@
 
 from lightning_tricks.callbacks.adaptive_clip import adaptive_clip_
 from lightning_tricks.callbacks.cutmix import cutmix
-from lightning_tricks.callbacks.ema import Averager, ema_decay, scale_ema_decay
+from lightning_tricks.callbacks.distill import distillation_loss
+from lightning_tricks.callbacks.ema import Averager, scale_ema_decay
 from lightning_tricks.callbacks.hard_examples import ohem_loss
 from lightning_tricks.callbacks.layer_freezing import frozen_layers
 from lightning_tricks.callbacks.mixup import mixup
@@ -11,6 +12,7 @@ from lightning_tricks.callbacks.post_hoc_ema import power_decay
 from lightning_tricks.callbacks.progressive_resizing import resize_images
 from lightning_tricks.callbacks.transforms.colout import colout
 from lightning_tricks.callbacks.transforms.cutout import cutout
+from lightning_tricks.core.averaging.decay import ema_decay
 from lightning_tricks.core.batches.growing import growing_size
 from lightning_tricks.losses.bce_targets import bce_targets
 from lightning_tricks.losses.contrastive import clip_loss, info_nce
@@ -30,6 +32,7 @@ __all__ = [
     "colout",
     "cutmix",
     "cutout",
+    "distillation_loss",
     "ema_decay",
     "frozen_layers",
     "growing_size",

@@ -8,6 +8,7 @@ LOGGED: dict[str, dict[str, str]] = {
         "tricks/clip_value": "the norm that they are clipped to",
     },
     "DataWait": {"tricks/data_wait": "the share of the time in which training waits for the next batch"},
+    "Distill": {"tricks/distill_loss": "the distance from the teacher, before its weight"},
     "EMA": {
         "tricks/ema_decay": "the decay of the last update",
         "tricks/ema_distance": "the distance of the averages from the weights, over the norm of the weights",

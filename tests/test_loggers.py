@@ -38,7 +38,7 @@ def all_at_once(loggers: Any) -> dict[str, float]:
     callbacks = [
         *(lt.HardExampleFilter(), lt.SkipNonFinite(), lt.RewindOnSpike(), lt.AutoClip()),
         *(lt.EMA(0.9), lt.SWA(0, validate="raw", at_end="raw")),
-        *(lt.DataWait(warn=1.0), lt.Throughput()),
+        *(lt.DataWait(warn=1.0), lt.Throughput(), lt.Distill(lt.Teacher(0.9))),
     ]
     run = fit(build(Sharp), logger=loggers, callbacks=callbacks, log_every_n_steps=2)
     return {name: float(value) for name, value in run.callback_metrics.items() if name.startswith("tricks/")}

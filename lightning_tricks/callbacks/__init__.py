@@ -8,7 +8,8 @@ from lightning_tricks.callbacks.channels_last import ChannelsLast
 from lightning_tricks.callbacks.compile import Compile
 from lightning_tricks.callbacks.cutmix import CutMix, cutmix
 from lightning_tricks.callbacks.data_wait import DataWait
-from lightning_tricks.callbacks.ema import EMA, Averager, ema_decay, scale_ema_decay
+from lightning_tricks.callbacks.distill import Distill, distillation_loss
+from lightning_tricks.callbacks.ema import EMA, Averager, scale_ema_decay
 from lightning_tricks.callbacks.exact_resume import ExactResume
 from lightning_tricks.callbacks.float8 import Float8
 from lightning_tricks.callbacks.gradient_stats import GradientStats
@@ -34,12 +35,14 @@ from lightning_tricks.callbacks.sequence_length_warmup import SequenceLengthWarm
 from lightning_tricks.callbacks.skip_non_finite import SkipNonFinite
 from lightning_tricks.callbacks.step_in_backward import StepInBackward
 from lightning_tricks.callbacks.swa import SWA
+from lightning_tricks.callbacks.teacher import Teacher
 from lightning_tricks.callbacks.terminate_on_non_finite import TerminateOnNonFinite
 from lightning_tricks.callbacks.throughput import Throughput
 from lightning_tricks.callbacks.token_mean import TokenMean
 from lightning_tricks.callbacks.transforms.batch_transform import BatchTransform
 from lightning_tricks.callbacks.transforms.colout import ColOut, colout
 from lightning_tricks.callbacks.transforms.cutout import CutOut, cutout
+from lightning_tricks.core.averaging.decay import ema_decay
 from lightning_tricks.core.batches.growing import growing_size
 
 __all__ = [
@@ -58,6 +61,7 @@ __all__ = [
     "CutMix",
     "CutOut",
     "DataWait",
+    "Distill",
     "ExactResume",
     "Float8",
     "GradientStats",
@@ -81,6 +85,7 @@ __all__ = [
     "SequenceLengthWarmup",
     "SkipNonFinite",
     "StepInBackward",
+    "Teacher",
     "TerminateOnNonFinite",
     "Throughput",
     "TokenMean",
@@ -89,6 +94,7 @@ __all__ = [
     "colout",
     "cutmix",
     "cutout",
+    "distillation_loss",
     "ema_decay",
     "frozen_layers",
     "growing_size",

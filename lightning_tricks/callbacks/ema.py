@@ -15,48 +15,12 @@ from typing_extensions import override
 
 from lightning_tricks.core.averaging.averages import Averages
 from lightning_tricks.core.averaging.callback import AveragingCallback
-from lightning_tricks.core.checks import check_bool, check_choice, check_count, check_duration, check_range, check_type
+from lightning_tricks.core.averaging.decay import Warmup, check_decay, ema_decay
+from lightning_tricks.core.checks import check_choice, check_count, check_duration, check_range, check_type
 from lightning_tricks.core.weights.fsdp2 import FSDP2
 from lightning_tricks.core.weights.local import LocalWeights
 
-__all__ = ["EMA", "Averager", "ema_decay", "scale_ema_decay"]
-
-Warmup = bool | Literal["power"]
-
-
-def ema_decay(updates: int, decay: float, *, warmup: Warmup = True, every_n_steps: int = 1) -> float:
-    """The decay of an update: ``d = min(decay**every_n_steps, w)``, with a warm-up w for young averages.
-
-    w is ``(1+updates)/(10+updates)`` for True, ``1 - (1+updates)**(-2/3)`` for "power" and 1 for False.
-
-    Args:
-        updates: Number of updates before this one.
-        decay: Decay per optimizer step, in [0, 1).
-        warmup: True, "power" (reaches 0.999 after 31,600 updates, where True takes 9,000) or False.
-        every_n_steps: Optimizer steps between updates.
-
-    Returns:
-        d of ``average = d * average + (1-d) * weight``.
-
-    Example:
-        >>> ema_decay(0, 0.999), ema_decay(10**6, 0.999)
-        (0.1, 0.999)
-    """
-    check_count("updates", updates, 0)
-    _check_decay(decay, warmup, every_n_steps)
-    corrected = decay**every_n_steps
-    if warmup == "power":
-        return min(corrected, 1 - (1 + updates) ** (-2 / 3))
-    return min(corrected, (1 + updates) / (10 + updates)) if warmup else corrected
-
-
-def _check_decay(decay: float, warmup: Warmup, every_n_steps: int) -> None:
-    check_range("decay", decay, 0.0, 1.0, below=True)
-    if isinstance(warmup, str):
-        check_choice("warmup", warmup, ("power",))
-    else:
-        check_bool("warmup", warmup)
-    check_count("every_n_steps", every_n_steps)
+__all__ = ["EMA", "Averager", "scale_ema_decay"]
 
 
 def scale_ema_decay(decay: float, *, batch_size: int, base_batch_size: int) -> float:
@@ -119,7 +83,7 @@ class Averager:
     """
 
     def __init__(self, tensors: nn.Module | Iterable[Tensor], decay: float = 0.999, *, warmup: Warmup = True) -> None:
-        _check_decay(decay, warmup, 1)
+        check_decay(decay, warmup, 1)
         self.decay, self.warmup = decay, warmup
         module = tensors if isinstance(tensors, nn.Module) else _Tensors(tensors)
         _require_own_weights(module)
@@ -279,7 +243,7 @@ class EMA(AveragingCallback):
         at_end: Literal["averaged", "raw"] = "averaged",
         device: Literal["cpu"] | None = None,
     ) -> None:
-        _check_decay(decay, warmup, every_n_steps)
+        check_decay(decay, warmup, every_n_steps)
         check_duration("start", start)
         check_choice("buffers", buffers, ("copy", "average"))
         check_choice("validate", validate, ("averaged", "raw", "both"))

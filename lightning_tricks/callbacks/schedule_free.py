@@ -48,6 +48,7 @@ class ScheduleFree(AveragingCallback):
             ("Averaging", "WeightAveraging", "StochasticWeightAveraging"),
             "a schedule-free optimizer already averages the weights, and a second average would average the wrong ones",
             "Remove the other average",
+            lambda trick, other: getattr(other, "module", None) is None,  # a teacher that is another module
         ),
         Conflict(
             ("schedule from configure_optimizers", "LRSchedule"),

@@ -1,4 +1,4 @@
-"""The presets that ``lightning.fabric.Fabric`` takes by their strings: those that need no Trainer; apart from presets, which Lightning's registry has."""
+"""The presets that Fabric takes by their strings; apart from presets, which are made for a Trainer."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 import lightning_tricks as lt
-from lightning_tricks.callbacks.ema import ema_decay
+from lightning_tricks.functional import ema_decay
 from tests.device.devices import CUDA, device
 from tests.nets import (
     Net,

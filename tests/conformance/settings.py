@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 import lightning_tricks as lt
+from tests.callbacks.test_distill import NaiveDistill, other
 from tests.callbacks.test_float8 import NaiveFloat8
 from tests.callbacks.test_moe_balance import NaiveBalance
 from tests.callbacks.test_qat import NaiveQAT
@@ -54,7 +55,9 @@ SNAPSHOTS = str(Path(tempfile.gettempdir()) / "lightning_tricks_snapshots")
 
 NO_LOGITS = "computes F.cross_entropy(logits (N, C), target) without the logits"
 WITHOUT_LOGITS = {  # what a lean loss does not go with
-    **dict.fromkeys(("CutMix", "GradCacheMixin", "HiddenMixup", "LabelErrors", "LogitAdjustment", "Mixup"), NO_LOGITS),
+    **dict.fromkeys(
+        ("CutMix", "Distill", "GradCacheMixin", "HiddenMixup", "LabelErrors", "LogitAdjustment", "Mixup"), NO_LOGITS
+    ),
     **dict.fromkeys(('HardExampleFilter(mode="loss")', "Mixup(per_sample=True)"), NO_LOGITS),
     "QAT": "layers.3.forward is another one already",
 }
@@ -230,6 +233,46 @@ SETTINGS: dict[str, Enrolment] = {
         callbacks={"on": lambda: [lt.HiddenMixup("layers.1")], "off": lambda: [lt.HiddenMixup("layers.1", alpha=0)]},
         by_batches=True,
         yaml={"trainer": {"callbacks": [{"class_path": "HiddenMixup", "init_args": {"layer": "layers.1"}}]}},
+    ),
+    "Distill": Enrolment(
+        naive=lambda batches, seen: NaiveDistill(),
+        callbacks={
+            "on": lambda: [lt.Distill(lt.Teacher(0.9))],
+            "off": lambda: [lt.Distill(lt.Teacher(0.9), weight=0.0)],
+        },
+        yaml={
+            "trainer": {
+                "callbacks": [
+                    {
+                        "class_path": "Distill",
+                        "init_args": {
+                            "teacher": {"class_path": "lightning_tricks.Teacher", "init_args": {"decay": 0.9}}
+                        },
+                    }
+                ]
+            }
+        },
+        refused=("DeepSpeed", "manual"),
+        unseen=("Float8", "QAT"),  # whose plain loops round what the teacher computes, too
+        ordered=("MoEBalance",),
+        no_client="compares logits, which few of their steps return; tests/callbacks has models of timm, transformers",
+    ),
+    "Distill(module)": Enrolment(
+        naive=lambda batches, seen: NaiveDistill(other=other().eval()),
+        callbacks={"on": lambda: [lt.Distill(other())], "off": lambda: [lt.Distill(other(), weight=0.0)]},
+        yaml={
+            "trainer": {
+                "callbacks": [
+                    {
+                        "class_path": "Distill",
+                        "init_args": {"teacher": {"class_path": "tests.conformance.yaml_nets.OtherTeacher"}},
+                    }
+                ]
+            }
+        },
+        refused=("manual",),
+        twin="Distill",
+        no_client="compares outputs by name, which few of their steps have; tests/callbacks distils models of timm",
     ),
     "InspectTraining": neutral(
         lambda: lt.InspectTraining(PICTURES, every_n_steps=100, steps=2),
@@ -528,6 +571,12 @@ SETTINGS: dict[str, Enrolment] = {
     ),
     "SkipNonFinite": guard(
         lt.SkipNonFinite, "SkipNonFinite", "DeepSpeed", naive=lambda batches, seen: naive.Skipping(len(batches))
+    ),
+    "Teacher": neutral(
+        lambda: lt.Teacher(0.9),
+        {"class_path": "Teacher", "init_args": {"decay": 0.9}},
+        "DeepSpeed",
+        no_client="is called by the module; Distill, which is tried, has the same teacher",
     ),
     "Throughput": neutral(lt.Throughput, "Throughput"),
     "TerminateOnNonFinite": terminator(lt.TerminateOnNonFinite, "TerminateOnNonFinite"),

@@ -75,6 +75,7 @@ def test_a_second_trainer_gives_the_same_whatever_the_first_one_did(name: str, c
 
 GOES_ON = {  # what a second fit of the same Trainer, module and callbacks goes on with
     "BatchSizeWarmup": "its record of the epochs so far goes on",
+    "Distill": "the average of the same weights goes on",
     "EMA": "the average of the same weights goes on",
     "PostHocEMA": "the averages of the same weights go on, in the same folder",
     "SWA": "the average of the same weights goes on",

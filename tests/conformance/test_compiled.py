@@ -18,6 +18,8 @@ from tests.ranks import Cases, run_cases
 
 # Graphs that a trick compiles beyond those of the same network without it, and breaks of graphs; all others cause none.
 MORE = {
+    "Distill": ((1, 4), "the hook of the module is called eagerly, and the teacher runs in eval mode"),
+    "Distill(module)": ((0, 3), "the hook of the module is called eagerly"),
     "GradualUnfreeze": ((1, 0), "other weights have gradients once a stage begins"),
     "HiddenMixup": ((0, 3), "the hook of the layer that is mixed draws random numbers and looks at what came in"),
     "InspectTraining": ((2, 0), "a step that is looked at has hooks on every layer"),

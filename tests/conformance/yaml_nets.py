@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 import lightning_tricks as lt
+from tests.callbacks.test_distill import other
 from tests.callbacks.test_moe_balance import with_experts
 from tests.conformance.trick import (
     as_masks,
@@ -133,3 +134,14 @@ class StoppedNet(NormNet):
     """Meets one until it goes on from what was left."""
 
     on_before_batch_transfer = spoil_first_batch
+
+
+class OtherTeacher(nn.Module):
+    """The teacher of the tests' data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = other()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)

@@ -28,6 +28,7 @@ from lightning.pytorch.callbacks import (
     WeightAveraging,
 )
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import nn
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -135,6 +136,7 @@ float8 = partial(lt.Float8, emulate=True)
 adapters = partial(lt.LoRA, r"layers\.2")
 raw = partial(lt.SWA, validate="raw", at_end="raw")
 snapshots = partial(lt.PostHocEMA, SNAPSHOTS)
+mean_teacher = partial(lt.Distill, lt.Teacher(0.9))
 lightnings_swa = partial(StochasticWeightAveraging, 0.01, swa_epoch_start=1)
 loss_filter = partial(lt.HardExampleFilter, mode="loss")
 saves_on_exception = partial(ModelCheckpoint, save_on_exception=True)
@@ -265,8 +267,12 @@ CASES: dict[str, tuple[list[Run], list[Run]]] = {
             Run((lt.ScheduleFree, raw), Free),
             Run((WeightAveraging, lt.ScheduleFree), Free),
             Run((snapshots, lt.ScheduleFree), Free),
+            Run((mean_teacher, lt.ScheduleFree), Free),
         ],
-        [Run((lt.ScheduleFree, lt.RewindOnSpike), Free)],
+        [
+            Run((lt.ScheduleFree, lt.RewindOnSpike), Free),
+            Run((lt.ScheduleFree, partial(lt.Distill, nn.Linear(8, 2))), Free),
+        ],
     ),
     "ScheduleFree-schedule from configure_optimizers": (
         [Run((lt.ScheduleFree,), SteppedFree), Run((lt.ScheduleFree, partial(lt.LRSchedule, "cosine")), Free)],
@@ -334,6 +340,16 @@ CASES: dict[str, tuple[list[Run], list[Run]]] = {
     "LogitAdjustment-LogitAdjustment": (
         [Run((lt.LogitAdjustment, partial(lt.LogitAdjustment, tau=0.5)))],
         [Run((lt.LogitAdjustment,))],
+    ),
+    "Distill-GradCacheHooks": ([Run((mean_teacher,), Chunked)], [Run((lt.Teacher,), Chunked)]),
+    "Distill-TokenMean": ([Run((mean_teacher, lt.TokenMean))], [Run((lt.Teacher, lt.TokenMean))]),
+    "Distill-HiddenMixup": (
+        [Run((partial(lt.Distill, nn.Linear(8, 2)), partial(lt.HiddenMixup, "layers.2")))],
+        [Run((mean_teacher, partial(lt.HiddenMixup, "layers.2")))],
+    ),
+    "Teacher-Teacher": (
+        [Run((lt.Teacher, partial(lt.Teacher, 0.9)))],
+        [Run((lt.Teacher, mean_teacher))],
     ),
     "NEFTune-NEFTune": ([Run((lt.NEFTune, partial(lt.NEFTune, 1.0)), Tokens)], [Run((lt.NEFTune,), Tokens)]),
     "Compile-Compile": (

@@ -26,6 +26,7 @@ SIZE = 512  # of the layer that has nearly all weights
 # In multiples of the trained weights: on the device, in host memory, and what; all others keep nothing.
 KEEPS = {
     "BatchSizeWarmup": (1.0, 0.0, "a gradient beside those that are accumulated"),
+    "Distill": (2.0, 0.0, "the average, and weights while they are exchanged with it, 64 MB or one at a time"),
     "EMA": (1.0, 0.0, "the average"),
     "Float8": (2.5, 0.0, "weights of the layers in 8 bits, by rows and by columns, and what is between"),
     "GradientStats": (1.0, 0.0, "the weights before a step that is logged"),
@@ -40,6 +41,7 @@ KEEPS = {
     "SAMMixin": (1.0, 0.0, "the weights before they move"),
     "SAMMixin(adaptive=True)": (3.0, 0.0, "the weights before they move, their sizes, and the direction"),
     "SWA": (2.0, 0.0, "the average, and at the end the weights while BatchNorm statistics are taken anew"),
+    "Teacher": (1.0, 0.0, "the average"),
     "ScheduleFree": (2.0, 0.0, "the average, and at the end the weights while BatchNorm statistics are taken anew"),
     'optimizer("lookahead_sgd")': (2.0, 0.0, "the slow weights, and the difference while they move"),
 }

@@ -139,6 +139,8 @@ NEEDED: dict[str, dict[str, Callable[[], Any]]] = {
         "prior": lambda: torch.tensor([0.5, 0.3, 0.2]),
     },
     "bce_targets": {"labels": lambda: torch.tensor([0, 2, 1]), "classes": lambda: 3},
+    "Distill": {"teacher": lambda: nn.Linear(8, 2)},
+    "distillation_loss": {"student": lambda: torch.zeros(4, 3), "teacher": lambda: torch.ones(4, 3)},
     "min_snr_weight": {"alphas_cumprod": lambda: torch.linspace(0.9, 0.1, 4), "t": lambda: torch.tensor([0, 3])},
     "average_checkpoints": {"paths": lambda: [FILE], **WRITTEN},
     "compare": {

@@ -264,7 +264,7 @@ def _save(self: Any, checkpoint: dict[str, Any]) -> None:
 
 def _follow(self: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
     """A teacher that follows the student, as in self-distillation."""
-    if hasattr(self, "teacher"):
+    if isinstance(getattr(self, "teacher", None), nn.Module):
         with torch.no_grad():
             self.teacher.bias.lerp_(self.layers[-1].bias.detach().float(), 0.5)
 

@@ -79,12 +79,14 @@ def work(callback: Callable[[], Callback]) -> Enrolment:
     return Enrolment(callbacks={"on": lambda: [callback()]})
 
 
-# At their no-op limits. Not here: what users write into a module, e.g. schedules; Compile, which takes seconds; masks.
+# At their no-op limits. Not here: what users write into a module, e.g. schedules; Compile, which takes seconds; masks;
+# a teacher that takes the inputs of one network alone.
 TRICKS = {
     **{
         name: trick
         for name, trick in SETTINGS.items()
-        if trick.has_limit and not (trick.schedule or trick.lean or trick.masks or name == "Compile")
+        if trick.has_limit
+        and not (trick.schedule or trick.lean or trick.masks or name in ("Compile", "Distill(module)"))
     },
     # Limits in which the whole machinery runs and nothing comes of it.
     "Float8": limit(lambda: lt.Float8(emulate=True)),
@@ -109,6 +111,7 @@ AT_WORK = {
         for name, trick in SETTINGS.items()
         if (trick.callbacks or trick.sam)
         and not (trick.neutral or trick.spoiled or trick.stops or trick.grows or trick.masks)
+        and name != "Distill(module)"
     },
     "GradCacheMixin(chunk=2)": Enrolment(chunk={"on": 2}),
     "LRSchedule(replace=True)": work(lambda: lt.LRSchedule("cosine", warmup=2, replace=True)),

@@ -19,7 +19,7 @@ class Naive:
     autocast: torch.dtype | None = None  # of the loop
     scale = 1.0  # of its losses
     window = 1  # the batches of its steps
-    depth = 3  # Of two tricks in a loop, the one with the smaller number is around the other one.
+    depth: float = 3  # Of two tricks in a loop, the one with the smaller number is around the other one.
     inner: Naive | None = None  # The trick inside of this one, whose losses and gradients this one starts from.
     outer: Naive | None = None  # The trick around this one, whose loss is that of both.
 

@@ -358,6 +358,8 @@ class Noisy(Naive):
         return batch
 
     def noisy(self, layer: nn.Module, ids: Any, embedded: Tensor) -> Tensor:
+        if not layer.training:  # of a teacher
+            return embedded
         _, length, width = embedded.shape
         with torch.random.fork_rng():
             torch.manual_seed(self.seen.drawn[self.number]["NEFTune"])

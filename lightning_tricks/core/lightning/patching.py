@@ -50,7 +50,9 @@ class _Wrapped:
 
     def __init__(self, wrapper: Callable[..., Any], original: Callable[..., Any], before: Any) -> None:
         self.wrapper: Callable[..., Any] | None = wrapper
-        self.original = self.__wrapped__ = original  # Lightning and inspect look for the latter
+        self.original = original
+        # Lightning and inspect look for it. Lightning looks into one wrapper alone, so that it is the user's method.
+        self.__wrapped__: Callable[..., Any] = original.__wrapped__ if isinstance(original, _Wrapped) else original
         self.before = before  # the attribute that stood in this place, such as another wrapper; None for the class's
 
     def __getstate__(self) -> dict[str, Any]:

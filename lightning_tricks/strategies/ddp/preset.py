@@ -87,7 +87,11 @@ class DDPPreset(PresetStrategy, DDPStrategy):
             "with compression='local_sgd' each node has other weights between averages, and an average over steps needs"
             " equal ones",
             "Remove the callback, or choose compression='bf16' or 'powersgd'",
-            lambda preset, other: preset.compression == "local_sgd" and not preset.is_single_process,
+            lambda preset, other: (
+                preset.compression == "local_sgd"
+                and not preset.is_single_process
+                and getattr(other, "module", None) is None  # a teacher that is another module
+            ),
         ),
     )
 

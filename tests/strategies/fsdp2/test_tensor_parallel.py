@@ -240,6 +240,12 @@ REFUSED: dict[str, tuple[type[PlainNet], dict[str, Any], Callable[[], dict[str, 
     ),
     "AdaptiveClip": (Words, PLANNED, tricks(lt.AdaptiveClip), "AdaptiveClip.* and FSDP2Preset.tensor_parallel=2"),
     "NEFTune": (Words, PLANNED, tricks(lt.NEFTune), "NEFTune.* and FSDP2Preset.tensor_parallel=2"),
+    "Distill": (
+        Words,
+        PLANNED,
+        tricks(lambda: lt.Distill(lt.Teacher(0.9))),
+        "Distill.* and FSDP2Preset.tensor_parallel=2.*: outputs may be in shards",
+    ),
     "LoRA": (
         Words,
         PLANNED,
