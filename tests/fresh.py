@@ -9,11 +9,11 @@ import sys
 
 PYTESTS = {name.split(".")[0] for name in sys.modules}  # loaded before Lightning
 
-import lightning.pytorch as pl  # noqa: E402
+from lightning.pytorch.strategies import StrategyRegistry  # noqa: E402
 
-_strategies, _modules = set(pl.strategies.StrategyRegistry), set(sys.modules)
+_strategies, _modules = set(StrategyRegistry), set(sys.modules)
 
 import lightning_tricks  # noqa: E402, F401
 
-STRATEGIES = set(pl.strategies.StrategyRegistry) - _strategies
+STRATEGIES = set(StrategyRegistry) - _strategies
 MODULES = {name.split(".")[0] for name in set(sys.modules) - _modules}

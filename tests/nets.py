@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-import lightning.pytorch as pl
+import lightning as L
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.strategies import ModelParallelStrategy
@@ -42,7 +42,7 @@ def rank_loader() -> DataLoader[tuple[Tensor, ...]]:
     return DataLoader(Subset(data(48), mine), batch_size=size)
 
 
-class Net(pl.LightningModule):
+class Net(L.LightningModule):
     """A stock module with BatchNorm and dropout, so that buffers and random numbers matter."""
 
     def __init__(self, lr: float = 0.1) -> None:
@@ -90,7 +90,7 @@ class PlainNet(Net):
         self.layers = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 2))
 
 
-class SteppedByHand(pl.LightningModule):
+class SteppedByHand(L.LightningModule):
     """Optimizes by hand, with the loss of the class that comes next."""
 
     automatic_optimization = False
@@ -102,7 +102,7 @@ class SteppedByHand(pl.LightningModule):
         optimizer.step()
 
 
-class ShardedLayers(pl.LightningModule):
+class ShardedLayers(L.LightningModule):
     """With layers that Lightning's strategy for FSDP2 shards."""
 
     def configure_model(self) -> None:
@@ -120,17 +120,17 @@ class Stream(IterableDataset[Any]):
         return iter(self.samples)
 
 
-class SaveAt(pl.Callback):
+class SaveAt(L.Callback):
     """Saves at the end of an epoch, or after the batch that makes an optimizer step."""
 
     def __init__(self, path: Any, *, epoch: int = -1, step: int = -1) -> None:
         self.path, self.epoch, self.step = path, epoch, step
 
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
         if trainer.global_step == self.step:
             trainer.save_checkpoint(self.path)
 
-    def on_train_epoch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+    def on_train_epoch_end(self, trainer: L.Trainer, *_: Any) -> None:
         if trainer.current_epoch == self.epoch:
             trainer.save_checkpoint(self.path)
 
@@ -147,25 +147,25 @@ quiet: dict[str, Any] = {
 }
 
 
-def trainer(**settings: Any) -> pl.Trainer:
+def trainer(**settings: Any) -> L.Trainer:
     """A quiet CPU Trainer that writes nothing unless asked to."""
-    return pl.Trainer(**{**quiet, **settings})
+    return L.Trainer(**{**quiet, **settings})
 
 
 def fit(
-    module: pl.LightningModule, *, train: Any = None, val: Any = None, ckpt_path: Any = None, **settings: Any
-) -> pl.Trainer:
+    module: L.LightningModule, *, train: Any = None, val: Any = None, ckpt_path: Any = None, **settings: Any
+) -> L.Trainer:
     """Seed, fit and hand back the Trainer. Build the module after a seed of its own."""
     run = trainer(**settings)
-    pl.seed_everything(7, verbose=False)
+    L.seed_everything(7, verbose=False)
     train, val = loader() if train is None else train, loader(24) if val is None else val
     run.fit(module, train, val, ckpt_path=ckpt_path)
     return run
 
 
-def build(kind: type[pl.LightningModule] = Net, **arguments: Any) -> Any:
+def build(kind: type[L.LightningModule] = Net, **arguments: Any) -> Any:
     """A module with seeded initial weights."""
-    pl.seed_everything(3, verbose=False)
+    L.seed_everything(3, verbose=False)
     return kind(**arguments)
 
 

@@ -170,7 +170,7 @@ def test_what_is_heavy_is_imported_where_it_is_used() -> None:
 
 
 def test_lightning_is_imported_in_one_style() -> None:
-    folders = ("lightning_tricks", "lightning_tricks_cli", "benchmarks", "notebooks", "configs", "docs")
+    folders = ("lightning_tricks", "lightning_tricks_cli", "benchmarks", "notebooks", "configs", "docs", "tests")
     files = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".md")]
     assert not [path for path in files if re.search(r"^import lightning\.\w+ as", path.read_text(), re.M)]
 
@@ -378,11 +378,12 @@ def calls(node: ast.AST, function: str = "") -> Iterator[tuple[str, ast.Call]]:
 
 FRESH = """
 import json, sys
-import lightning.pytorch as pl
-strategies = set(pl.strategies.StrategyRegistry.available_strategies())
+import lightning as L
+from lightning.pytorch.strategies import StrategyRegistry
+strategies = set(StrategyRegistry.available_strategies())
 modules = set(sys.modules)
 import lightning_tricks
-added = sorted(set(pl.strategies.StrategyRegistry.available_strategies()) - strategies)
+added = sorted(set(StrategyRegistry.available_strategies()) - strategies)
 print(json.dumps({"strategies": added, "modules": sorted(set(sys.modules) - modules)}))
 """
 

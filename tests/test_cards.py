@@ -10,7 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import lightning.pytorch as pl
+import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
@@ -49,7 +49,7 @@ class Model(nn.Module):
         return self.head(x.mean((-2, -1)))
 
 
-class Net(pl.LightningModule):
+class Net(L.LightningModule):
     """A stock module."""
 
     def __init__(self) -> None:
@@ -80,8 +80,8 @@ def namespace() -> dict[str, Any]:
     """What the cards take as given; a Trainer of theirs is short and quiet."""
     short: dict[str, Any] = {"max_epochs": 1, "limit_train_batches": 2, "limit_val_batches": 1, "accelerator": "cpu"}
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-    lightning = SimpleNamespace(**vars(pl))
-    lightning.Trainer = lambda **given: pl.Trainer(**{**short, **quiet, **given})
+    lightning = SimpleNamespace(**vars(L))
+    lightning.Trainer = lambda **given: L.Trainer(**{**short, **quiet, **given})
     data = TensorDataset(torch.randn(16, 3, 16, 16), torch.arange(16) % 2)
     loader = DataLoader(data, batch_size=8)
     given = {"L": lightning, "lt": lt, "torch": torch, "nn": nn, "F": F, "DataLoader": DataLoader}
@@ -125,7 +125,7 @@ def test_the_yaml_of_the_cards_configures_trainers(tmp_path: Path, monkeypatch: 
             if trainer:
                 configs.append(trainer)
             for callback in callbacks:
-                assert issubclass(getattr(lt, callback["class_path"]), pl.Callback)
+                assert issubclass(getattr(lt, callback["class_path"]), L.Callback)
                 callback["class_path"] = f"lightning_tricks.{callback['class_path']}"  # a test module may have the name
                 classes.add(callback["class_path"])
                 free = (each for each in configs if callback["class_path"] not in kinds(each) and "callbacks" in each)

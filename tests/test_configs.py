@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
-import lightning.pytorch as pl
+import lightning as L
 import pytest
 import yaml
 
@@ -39,17 +39,17 @@ class Fit(NamedTuple):
     rho: float | None
 
 
-def trainer_of(arguments: Command, folder: Path) -> pl.Trainer:
+def trainer_of(arguments: Command, folder: Path) -> L.Trainer:
     """The trainer, after ``lightning-tricks fit`` in the folder, for two steps."""
-    trainers: list[pl.Trainer] = []
-    original = pl.Trainer.fit
+    trainers: list[L.Trainer] = []
+    original = L.Trainer.fit
 
-    def fit(self: pl.Trainer, *args: Any, **kwargs: Any) -> None:
+    def fit(self: L.Trainer, *args: Any, **kwargs: Any) -> None:
         trainers.append(self)
         original(self, *args, **kwargs)
 
     os.chdir(folder)  # of a rank; the test itself is there
-    with mock.patch.object(pl.Trainer, "fit", fit):
+    with mock.patch.object(L.Trainer, "fit", fit):
         assert main([*arguments, *SHORT, *QUIET]) == 0
     (trainer,) = trainers
     return trainer

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import lightning.pytorch as pl
+import lightning as L
 import lightning.pytorch.callbacks
 import pytest
 import torch
@@ -174,13 +174,13 @@ def test_the_code_of_a_page_runs_and_prints_the_figures_beside_it(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)
-    here = partial(pl.Trainer, accelerator="cpu", logger=False)
+    here = partial(L.Trainer, accelerator="cpu", logger=False)
     starts = multiprocessing.get_start_method(allow_none=True)
     multiprocessing.set_start_method("fork", force=True)  # what is executed here is in no module that workers import
     write_files(page)
     try:
         yours = {"net": PlainNet(), "batch": data(4)[:], "loader": torch.utils.data.DataLoader(data(8), 4)}
-        exec("\n".join(blocks(page, "python")), {"lt": lt, "L": pl, "Trainer": here, "torch": torch, **yours})
+        exec("\n".join(blocks(page, "python")), {"lt": lt, "L": L, "Trainer": here, "torch": torch, **yours})
     finally:
         multiprocessing.set_start_method(starts, force=True)
         torch.use_deterministic_algorithms(False)  # which Trainer(deterministic=True) sets for the process
@@ -211,7 +211,7 @@ def with_numbers_apart(line: str) -> tuple[str, list[float]]:
 def my_project(page: Path) -> ModuleType:
     """A module with the classes of a page."""
     project = ModuleType("my_project")
-    vars(project).update({"lt": lt, "L": pl, "torch": torch})
+    vars(project).update({"lt": lt, "L": L, "torch": torch})
     for block in blocks(page, "python"):
         if "class " in block and "Trainer(" not in block:
             exec(block, vars(project))
@@ -274,8 +274,8 @@ COMING = DOCS / "coming_from.md"
 # What the tables name without the module that it is in.
 KNOWN: dict[str, Any] = {
     **{name: getattr(lightning.pytorch.callbacks, name) for name in lightning.pytorch.callbacks.__all__},
-    **{"lt": lt, "L": pl, "Trainer": pl.Trainer, "DataLoader": torch.utils.data.DataLoader, "torch": torch},
-    **{"F": torch.nn.functional, "seed_everything": pl.seed_everything, "torchmetrics": torchmetrics},
+    **{"lt": lt, "L": L, "Trainer": L.Trainer, "DataLoader": torch.utils.data.DataLoader, "torch": torch},
+    **{"F": torch.nn.functional, "seed_everything": L.seed_everything, "torchmetrics": torchmetrics},
     **{"T5Config": transformers.T5Config, "logging": logging, "v2": v2},
 }
 FREE = ("optimizer", "preset")  # whose further arguments are those of what they make

@@ -315,7 +315,7 @@ runpy.run_path({1!r}, run_name="__main__")
 
 
 def test_a_script_has_the_other_name_of_lightning(tmp_path: Path) -> None:
-    (tmp_path / "beside.py").write_text("import lightning.pytorch as pl\nNAME = pl.__name__\n")
+    (tmp_path / "beside.py").write_text("import lightning as L\nNAME = L.__name__\n")
     (tmp_path / "script.py").write_text("import beside\n\ndef main():\n    print(beside.NAME)\n")
     program = RENAMED.format(str(tmp_path / "script.py"), str(ROOT / ".ci" / "renamed.py"))
     assert run_alone(printed, program) == "pytorch_lightning\n"

@@ -134,8 +134,8 @@ def test_its_first_cell_installs_imports_and_seeds(stem: str) -> None:
     (extras,) = re.findall(rf"\"install -q 'lightning-tricks\[(\S+)\]{re.escape(SOURCE)}'\"", " ".join(install))
     known = (ROOT / "pyproject.toml").read_text()
     assert all(f"\n{extra} = [" in known for extra in extras.split(","))
-    assert (library, ours) == ("import lightning.pytorch as pl", "import lightning_tricks as lt")
-    assert seed == "_ = pl.seed_everything(0, verbose=False)"
+    assert (library, ours) == ("import lightning as L", "import lightning_tricks as lt")
+    assert seed == "_ = L.seed_everything(0, verbose=False)"
 
 
 @each

@@ -10,7 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
+import lightning as L
 import pytest
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -66,7 +66,7 @@ def test_the_layers_of_the_image_classifier_join_one_after_the_other(
     def watch(module: Any, *_: Any) -> None:
         seen.append({name.split(".")[1] for name, p in module.named_parameters() if p.requires_grad})
 
-    monkeypatch.setattr(pl.LightningModule, "on_before_zero_grad", watch)
+    monkeypatch.setattr(L.LightningModule, "on_before_zero_grad", watch)
     run(IMAGES, tmp_path, monkeypatch)
     assert seen[:2] == [{"head"}] * 2
     assert seen[2:4] == [{"head", "norm", "blocks"}] * 2
@@ -143,13 +143,13 @@ def test_a_language_model_in_shards(tmp_path: Path) -> None:
 # -- docs/lora.md -----------------------------------------------------------------------------------------------------
 
 KINDS = ("ia3", "prompt", "prefix")
-Trainer = partial(pl.Trainer, accelerator="cpu", logger=False, max_epochs=1, enable_checkpointing=False)
+Trainer = partial(L.Trainer, accelerator="cpu", logger=False, max_epochs=1, enable_checkpointing=False)
 
 
 @cache
 def definitions() -> dict[str, Any]:
     """What the program of the page defines, without its fits."""
-    names: dict[str, Any] = {"lt": lt, "L": pl, "Trainer": Trainer, "torch": torch, "__name__": "program"}
+    names: dict[str, Any] = {"lt": lt, "L": L, "Trainer": Trainer, "torch": torch, "__name__": "program"}
     exec(PEFT.split("for name")[0], names)
     return names
 

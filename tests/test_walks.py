@@ -11,8 +11,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
+import lightning as L
 import torch
+from lightning.pytorch.strategies import Strategy
 
 import lightning_tricks as lt
 from lightning_tricks.core.trick import Trick
@@ -22,10 +23,10 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "lightning_tricks"
 WALK, GUIDE = ROOT / "docs" / "architecture.md", ROOT / "CONTRIBUTING.md"
 THEIRS = {
-    "Strategy": pl.strategies.Strategy,
-    "LightningModule": pl.LightningModule,
-    "Callback": pl.Callback,
-    "Trainer": pl.Trainer,
+    "Strategy": Strategy,
+    "LightningModule": L.LightningModule,
+    "Callback": L.Callback,
+    "Trainer": L.Trainer,
     "Optimizer": torch.optim.Optimizer,
     "torch": torch,
 }

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import lightning.pytorch as pl
+import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
@@ -99,7 +99,7 @@ class Seen:
 SEEN: WeakKeyDictionary[nn.Module, Seen] = WeakKeyDictionary()  # not in the modules, whose attributes are put back
 
 
-def find(module: Any, train: Any = None, run: pl.Trainer | None = None, **arguments: Any) -> Any:
+def find(module: Any, train: Any = None, run: L.Trainer | None = None, **arguments: Any) -> Any:
     train = loader(44) if train is None else train
     return find_batch_size(run or trainer(), module, train, **{"max_size": 40, "margin": 0.0, **arguments})
 
@@ -238,12 +238,12 @@ def test_fp16_takes_its_first_step() -> None:
 
 LIMITED_PROCESS = """
 import resource, sys
-import lightning.pytorch as pl, torch
+import lightning as L, torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from lightning_tricks.advisor import find_batch_size
 
-class Wide(pl.LightningModule):
+class Wide(L.LightningModule):
     def __init__(self):
         super().__init__()
         self.layers = nn.Sequential(nn.Linear(1, 65536), nn.Tanh(), nn.Linear(65536, 1))
@@ -258,17 +258,17 @@ settings = dict(accelerator="cpu", devices=1, logger=False, enable_checkpointing
 dataset = TensorDataset(torch.randn(4096, 1))
 torch.manual_seed(0)
 module = Wide()
-pl.Trainer(**settings).fit(Wide(), DataLoader(dataset, batch_size=1))
+L.Trainer(**settings).fit(Wide(), DataLoader(dataset, batch_size=1))
 pages = int(open("/proc/self/statm").read().split()[0])
 limit = pages * resource.getpagesize() + 150 * 2**20
 resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 before = [p.clone() for p in module.parameters()]
 loader = DataLoader(dataset, batch_size=1)
-result = find_batch_size(pl.Trainer(**settings), module, loader, max_size=4096, margin=0.3)  # addresses are scattered
+result = find_batch_size(L.Trainer(**settings), module, loader, max_size=4096, margin=0.3)  # addresses are scattered
 assert all(map(torch.equal, before, module.parameters()))
-pl.Trainer(**settings).fit(module, DataLoader(dataset, batch_size=result.batch_size))
+L.Trainer(**settings).fit(module, DataLoader(dataset, batch_size=result.batch_size))
 try:
-    pl.Trainer(**settings).fit(module, DataLoader(dataset, batch_size=2 * result.batch_size))
+    L.Trainer(**settings).fit(module, DataLoader(dataset, batch_size=2 * result.batch_size))
 except (RuntimeError, MemoryError):
     print(result.batch_size, sorted(result.tried))
 """
@@ -322,10 +322,10 @@ class Failing(Scheduled):
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_fit_afterwards_is_as_if_there_had_been_none(fails: bool, tmp_path: Path) -> None:
-    def fitted(search: bool) -> tuple[pl.Trainer, Any, Any]:
+    def fitted(search: bool) -> tuple[L.Trainer, Any, Any]:
         module = build(Scheduled)
         run = trainer(callbacks=[lt.EMA(decay=0.5), lt.Mixup()], logger=CSVLogger(tmp_path), log_every_n_steps=1)
-        pl.seed_everything(5, verbose=False)
+        L.seed_everything(5, verbose=False)
         train = DataLoader(data(44), 8, shuffle=True, generator=torch.Generator().manual_seed(2))
         if search:
             module.__class__ = Failing if fails else Scheduled
@@ -392,7 +392,7 @@ def test_settings_of_the_trainer_do_not_matter(settings: dict[str, Any]) -> None
 # -- where the size goes ----------------------------------------------------------------------------------------------
 
 
-class Digits(pl.LightningDataModule):
+class Digits(L.LightningDataModule):
     def __init__(self, batch_size: int = 2) -> None:
         super().__init__()
         self.save_hyperparameters()
@@ -578,7 +578,7 @@ def made(where: str) -> Any:
     return module
 
 
-def ddp(**settings: Any) -> pl.Trainer:
+def ddp(**settings: Any) -> L.Trainer:
     return trainer(strategy=DDPStrategy(), devices=2, max_epochs=1, **settings)
 
 

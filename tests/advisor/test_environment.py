@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
+import lightning as L
 import pytest
 import torch
 
@@ -176,7 +176,7 @@ def test_this_machine() -> None:
     assert [preset.name for preset in report.presets] == [row["name"] for row in lt.presets()]
     for preset in report.presets:
         if preset.status != "cannot run":
-            pl.Trainer(strategy=preset.name, **quiet)
+            L.Trainer(strategy=preset.name, **quiet)
     assert json.loads(json.dumps(report.to_dict()))["environment"]["versions"] == found.versions
 
 

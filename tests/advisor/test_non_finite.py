@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
+import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
@@ -74,11 +74,11 @@ class Suspect(PlainNet):
         return super().training_step(batch, batch_idx)
 
 
-def suspect(how: str, kind: type[pl.LightningModule] = Suspect) -> Any:
+def suspect(how: str, kind: type[L.LightningModule] = Suspect) -> Any:
     return build(type("Spoiled", (kind,), {"how": how}))
 
 
-def kept(module: pl.LightningModule, folder: Path, callbacks: Any = (), **settings: Any) -> Path:
+def kept(module: L.LightningModule, folder: Path, callbacks: Any = (), **settings: Any) -> Path:
     """The folder that TerminateOnNonFinite leaves."""
     with pytest.raises(FloatingPointError):
         fit(module, callbacks=[*callbacks, lt.TerminateOnNonFinite(str(folder))], **settings)
@@ -121,7 +121,7 @@ def test_everything_is_as_before(tmp_path: Path) -> None:
     assert torch.equal(torch.random.get_rng_state(), random)
     assert not torch.is_anomaly_enabled()
     other = fit(suspect("forward"), callbacks=[lt.EMA()], max_steps=2)
-    pl.seed_everything(7, verbose=False)
+    L.seed_everything(7, verbose=False)
     run.limit_train_batches = 1.0
     run.fit(module, loader(), loader(24))
     assert run.global_step == other.global_step == 2
@@ -139,10 +139,10 @@ def test_a_sample_that_is_not_finite_is_named(tmp_path: Path) -> None:
     assert str(found).endswith("batch-rank=0.pt is not finite: batch[0]: samples 3")
 
 
-class Ruin(pl.Callback):
+class Ruin(L.Callback):
     """The head is infinite before the first step."""
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+    def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
         with torch.no_grad():
             pl_module.layers[2].bias.fill_(torch.inf)
 
@@ -206,7 +206,7 @@ class Checkpointed(Suspect):
 
 @pytest.mark.parametrize("kind", [ByHand, Checkpointed])
 @pytest.mark.parametrize("how", ["forward", "backward"])
-def test_other_steps(kind: type[pl.LightningModule], how: str, tmp_path: Path) -> None:
+def test_other_steps(kind: type[L.LightningModule], how: str, tmp_path: Path) -> None:
     found = lt.find_non_finite(trainer(), suspect(how, kind), kept(suspect(how, kind), tmp_path))
     expected = [(name, made, "layers.1.1") for name, made, _ in FOUND[how]]
     assert [(each.operation, each.made, each.module) for each in found.operations] == expected

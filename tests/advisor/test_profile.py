@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-import lightning.pytorch as pl
+import lightning as L
 import pytest
 import torch
 from torch import Tensor
@@ -34,7 +34,7 @@ class Sleeps(Trick):
         self.slept[where] += time.perf_counter() - began
 
     @override
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
         self._wrap(trainer.strategy, "batch_to_device", self._transfer)
         time.sleep(0.05)
@@ -65,10 +65,10 @@ class Slow(PlainNet):
         return super().training_step(batch, batch_idx)
 
 
-def profiled(module: Any, callbacks: list[Any], **settings: Any) -> tuple[TricksProfile, pl.Trainer]:
+def profiled(module: Any, callbacks: list[Any], **settings: Any) -> tuple[TricksProfile, L.Trainer]:
     run = trainer(max_epochs=2, callbacks=callbacks, **settings)
     with lt.profile_tricks(run) as profile:
-        pl.seed_everything(7, verbose=False)
+        L.seed_everything(7, verbose=False)
         run.fit(module, loader(), loader(24))
     return profile, run
 
@@ -111,7 +111,7 @@ def test_training_is_the_same_and_nothing_is_left() -> None:
     plain, watched, tricks = build(Net), build(Net), [lt.Mixup(), lt.EMA(0.9)]
     unwatched, call = [lt.Mixup(), lt.EMA(0.9)], patching._Wrapped.__call__
     run = trainer(max_epochs=2, callbacks=unwatched)
-    pl.seed_everything(7, verbose=False)
+    L.seed_everything(7, verbose=False)
     run.fit(plain, loader(), loader(24))
     _, run = profiled(watched, tricks)
     assert_equal(weights(watched), weights(plain))

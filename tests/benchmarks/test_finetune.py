@@ -141,11 +141,11 @@ def test_the_package_is_named_where_it_is_missing(finetune: ModuleType, monkeypa
 
 def least_squares(best: float, lr: float, steps: int, folder: Path) -> tuple[Any, ...]:
     """An arm whose validation loss is least where the learning rate is ``best``."""
-    import lightning.pytorch as pl
+    import lightning as L
 
     from lightning_tricks.examples.tasks import QUIET
 
-    class Rate(pl.LightningModule):
+    class Rate(L.LightningModule):
         def __init__(self) -> None:
             super().__init__()
             self.weight = torch.nn.Parameter(torch.ones(1))
@@ -168,7 +168,7 @@ def least_squares(best: float, lr: float, steps: int, folder: Path) -> tuple[Any
 
         val_dataloader = test_dataloader = train_dataloader
 
-    trainer = pl.Trainer(max_steps=steps, limit_val_batches=1, **QUIET)
+    trainer = L.Trainer(max_steps=steps, limit_val_batches=1, **QUIET)
     return trainer, Rate()
 
 

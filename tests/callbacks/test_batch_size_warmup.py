@@ -8,13 +8,14 @@ from collections.abc import Callable
 from itertools import product
 from typing import Any
 
-import lightning.pytorch as pl
+import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, LearningRateMonitor
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.strategies import DeepSpeedStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, WeightedRandomSampler
@@ -319,14 +320,14 @@ def test_two_ranks_train_as_one_process_on_their_batches_together(grow):
 # -- resuming ---------------------------------------------------------------------------------------------------------
 
 
-class SaveAt(pl.Callback):
+class SaveAt(L.Callback):
     """Saves in a hook of an epoch."""
 
     def __init__(self, hook: str, path: Any, epoch: int = 1, batch: int | None = None) -> None:
         self.epoch, self.batch, self.path = epoch, batch, path
         setattr(self, hook, self.save)
 
-    def save(self, trainer: pl.Trainer, *_: Any) -> None:
+    def save(self, trainer: L.Trainer, *_: Any) -> None:
         if trainer.current_epoch == self.epoch and self.batch in (None, trainer.fit_loop.batch_idx):
             trainer.save_checkpoint(self.path)
 
@@ -562,8 +563,8 @@ def test_persistent_workers_of_the_users_loader_live_on():
 
 
 def test_the_last_batch_of_an_epoch_is_known_under_a_limit():
-    class Last(pl.Callback):
-        def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+    class Last(L.Callback):
+        def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
             self.at = [*getattr(self, "at", []), (trainer.is_last_batch, trainer.num_training_batches)]
 
     last, warmup = Last(), BatchSizeWarmup(final=2, grow="loader")
@@ -658,10 +659,10 @@ def test_manual_optimization_is_refused():
 
 
 def test_a_strategy_that_accumulates_itself_is_refused(monkeypatch):
-    monkeypatch.setattr(pl.strategies.SingleDeviceStrategy, "handles_gradient_accumulation", True)  # as DeepSpeed's
+    monkeypatch.setattr(SingleDeviceStrategy, "handles_gradient_accumulation", True)  # as DeepSpeed's
     with pytest.raises(MisconfigurationException, match=r"SingleDeviceStrategy, which fixes batch"):
         fit(Net(), callbacks=[BatchSizeWarmup(final=2)])
-    assert pl.strategies.DeepSpeedStrategy.handles_gradient_accumulation.fget(None)
+    assert DeepSpeedStrategy.handles_gradient_accumulation.fget(None)
 
 
 class OwnBatches(BatchSampler):

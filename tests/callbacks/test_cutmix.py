@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-import lightning.pytorch as pl
+import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
@@ -349,7 +349,7 @@ class Images(Dataset[Any]):
         return {**sample, "label": index % 3} if self.form == "both" else sample
 
 
-class Pixels(pl.LightningModule):
+class Pixels(L.LightningModule):
     """A perfect labeller of pixels: its loss is 0 on every image that is what its mask says."""
 
     def __init__(self) -> None:

@@ -7,7 +7,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
+import lightning as L
 import pytest
 import pytorch_lightning
 import torch
@@ -55,10 +55,10 @@ class Probe(Callback):
     def __init__(self) -> None:
         self.seen: dict[str, list[dict[str, torch.Tensor]]] = {}
 
-    def note(self, hook: str, pl_module: pl.LightningModule) -> None:
+    def note(self, hook: str, pl_module: L.LightningModule) -> None:
         self.seen.setdefault(hook, []).append(weights(pl_module))
 
-    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
         self.note("train_batch_end", pl_module)
 
 
@@ -172,7 +172,7 @@ def test_a_start_that_is_never_reached_leaves_everything_raw(tmp_path: Any) -> N
 
 def test_frozen_weights_are_not_stored_and_unfrozen_ones_join() -> None:
     class Unfreeze(Callback):
-        def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
             pl_module.layers[0].requires_grad_(trainer.current_epoch >= 1)
 
     ema, module = lt.EMA(0.9, warmup=False), build()
@@ -180,7 +180,7 @@ def test_frozen_weights_are_not_stored_and_unfrozen_ones_join() -> None:
     stored = []
 
     class Count(Callback):
-        def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
             stored.append("layers.0.weight" in ema._running.tensors)
 
     fit(module, callbacks=[ema, Unfreeze(), Count()], max_epochs=2)
@@ -277,7 +277,7 @@ class InferenceMode(Rebinding):
 @pytest.mark.parametrize("validate", ["averaged", "both"])
 def test_buffers_that_were_made_in_inference_mode_are_averaged(kind: type[Net], validate: Any, tmp_path: Any) -> None:
     class Save(Callback):
-        def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+        def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
             trainer.save_checkpoint(tmp_path / "x.ckpt")
 
     module = build(kind)
@@ -439,7 +439,7 @@ def test_a_module_that_rewrites_its_checkpoint_saves_the_averaged_weights_too(tm
 
 def test_a_checkpoint_saved_before_the_callback_has_its_turn_misses_no_update(tmp_path: Any) -> None:
     class Early(Callback):
-        def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
             trainer.save_checkpoint(tmp_path / "x.ckpt")
 
     ema = lt.EMA(0.9)
@@ -451,7 +451,7 @@ def test_a_checkpoint_saved_before_the_callback_has_its_turn_misses_no_update(tm
 
 def test_an_exception_before_the_callback_has_its_turn_loses_no_update(tmp_path: Any) -> None:
     class Early(Callback):
-        def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
             if trainer.global_step == 9:
                 raise RuntimeError("planned")
 
@@ -487,7 +487,7 @@ def test_a_checkpoint_saved_after_the_fit_holds_the_validated_weights_whatever_t
 # ---- averages that belong to other weights
 
 
-def saved_after(run: pl.Trainer, path: Any) -> dict[str, Any]:
+def saved_after(run: L.Trainer, path: Any) -> dict[str, Any]:
     run.save_checkpoint(path)
     saved = load(path)
     assert "EMA(decay=0.9)" not in saved["callbacks"]
@@ -532,7 +532,7 @@ def test_a_later_fit_that_fails_at_once_leaves_the_first_module_alone() -> None:
     ema, module = lt.EMA(0.9), build()
     fit(module, callbacks=[ema])
     ended = weights(module)
-    for broken in (Broken, pl.LightningModule):  # one fails in its setup, one before any callback's
+    for broken in (Broken, L.LightningModule):  # one fails in its setup, one before any callback's
         with pytest.raises(Exception, match=r"planned|training_step"):
             trainer(callbacks=[ema]).fit(build(broken), loader(), loader(24))
         assert_equal(weights(module), ended)
@@ -612,7 +612,7 @@ def test_the_last_checkpoint_of_a_finished_fit_resumes_exactly(tmp_path: Any) ->
 
 def test_the_same_trainer_goes_on_with_both_weights() -> None:
     class Start(Callback):
-        def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
             started.append((weights(pl_module), ema.averaged_state_dict(), ema._running.updates))
 
     plain, module, ema, started = build(), build(), lt.EMA(0.9, warmup=False), []
@@ -819,7 +819,7 @@ def test_layers_replaced_after_a_fit_are_saved_and_trained(tmp_path: Any) -> Non
 
 @pytest.mark.parametrize("hook", ["on_before_backward", "on_before_zero_grad", "on_after_backward"])
 def test_a_checkpoint_saved_between_forward_and_step_disturbs_nothing(hook: str, tmp_path: Any) -> None:
-    def save(module: pl.LightningModule, _: Any = None) -> None:
+    def save(module: L.LightningModule, _: Any = None) -> None:
         module.trainer.save_checkpoint(tmp_path / "x.ckpt")
 
     saving, plain = build(type("Saving", (Net,), {hook: save})), build()
@@ -849,7 +849,7 @@ class Scores(Callback):
     def __init__(self) -> None:
         self.rows: list[dict[str, float]] = []
 
-    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self.rows.append({name: float(value) for name, value in trainer.callback_metrics.items() if "val" in name})
 
 
@@ -975,7 +975,7 @@ class Fails(NormNet):
 def test_an_exception_in_either_pass_leaves_trainer_and_module_as_they_should_be(call: int, error: Any) -> None:
     module, ema, plain = build(Fails, call=call, error=error), both(), build(Fails)
     run = trainer(callbacks=[ema], max_epochs=1)
-    pl.seed_everything(7)
+    L.seed_everything(7)
     with pytest.raises((RuntimeError, SystemExit)):
         run.fit(module, loader(), loader(24))
     fit(plain, max_epochs=1)

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
+import lightning as L
 import numpy as np
 import pytest
 import torch
@@ -65,7 +65,7 @@ class Numbered(Dataset[Any]):
         return self.x[index] + noise, index
 
 
-class Seen(pl.LightningModule):
+class Seen(L.LightningModule):
     """Has dropout, and notes the samples that it sees."""
 
     def __init__(self) -> None:
@@ -180,7 +180,7 @@ class Save(Callback):
         for hook in hooks:
             setattr(self, hook, lambda run, *_, name=hook, **__: self.save(run, name))
 
-    def save(self, run: pl.Trainer, hook: str) -> None:
+    def save(self, run: L.Trainer, hook: str) -> None:
         name = f"{hook}-{run.current_epoch}-{run.fit_loop.epoch_loop.batch_progress.total.ready}"
         if name not in self.steps:
             self.steps[name] = len(run.lightning_module.seen) - (hook == "on_before_backward")  # which is not taken
@@ -189,10 +189,10 @@ class Save(Callback):
 
 def fit(train: Any, *callbacks: Callback, ckpt_path: Path | None = None, kind: Any = Seen, **settings: Any) -> Any:
     """A module after a fit with seeded weights and random numbers, which a resumed fit need not have."""
-    pl.seed_everything(3, verbose=False)
+    L.seed_everything(3, verbose=False)
     kind = Validated if "val_check_interval" in settings else kind
     module, run = kind(), trainer(**{"max_epochs": EPOCHS, "callbacks": [*callbacks], **settings})
-    pl.seed_everything(7 if ckpt_path is None else 8, verbose=False)
+    L.seed_everything(7 if ckpt_path is None else 8, verbose=False)
     val = DataLoader(Numbered(8), 4) if "val_check_interval" in settings else None
     run.fit(module, train, val, ckpt_path=ckpt_path)
     return module
@@ -291,7 +291,7 @@ def test_no_workers_are_left_behind(tmp_path: Path) -> None:
 
 def test_what_is_saved_by_hand_after_an_interruption_goes_on(tmp_path: Path) -> None:
     class Interrupts(Callback):
-        def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
             if trainer.global_step == 9:
                 raise KeyboardInterrupt
 
@@ -311,7 +311,7 @@ def test_trials_leave_the_fit_as_it_is() -> None:
     lt.find_lr(run, module, LOADERS["sequential"](), steps=10)
     lt.find_batch_size(run, module, LOADERS["sequential"](), max_size=4)
     module.seen.clear()
-    pl.seed_everything(7, verbose=False)
+    L.seed_everything(7, verbose=False)
     run.fit(module, LOADERS["shuffled"]())
     assert module.seen == plain.seen
     assert_equal(weights(module), weights(plain))
@@ -344,14 +344,14 @@ class Windows(Callback):
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
-    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if (batch_idx + 1) % 2 == (trainer.accumulate_grad_batches == 1) and not trainer.is_last_batch:
             trainer.save_checkpoint(self.folder / f"window-{trainer.global_step}")
 
 
 def test_a_step_that_has_failed_is_taken_again(tmp_path: Path) -> None:
     class Fails(Callback):
-        def on_before_optimizer_step(self, trainer: pl.Trainer, *_: Any) -> None:
+        def on_before_optimizer_step(self, trainer: L.Trainer, *_: Any) -> None:
             if trainer.global_step == 11:  # the last of an epoch
                 raise RuntimeError("the power is gone")
 
@@ -382,7 +382,7 @@ def test_a_loader_that_was_read_before_goes_on_as_a_new_one(name: str, tmp_path:
 class Reads(Callback):
     """Reads the training samples once more, with random numbers of its own."""
 
-    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, *_: Any) -> None:
         with isolate_rng():
             assert len([*training_steps(trainer, pl_module)]) == trainer.num_training_batches
 
@@ -513,7 +513,7 @@ def test_a_fit_without_it_reads_its_checkpoint_as_any_other(tmp_path: Path) -> N
 
 def test_other_code_sees_the_loader_as_it_was() -> None:
     class Looks(Callback):
-        def on_train_batch_end(self, run: pl.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        def on_train_batch_end(self, run: L.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
             found = run.train_dataloader
             assert type(found).__name__ == "DataLoader"
             assert isinstance(found, DataLoader)
@@ -660,7 +660,7 @@ def lives(make: Callable[[], Any], folder: Path, every: int, *more: Any, **setti
     for life in range(1, 100):
         callbacks = [lt.Preemption(folder), Stops(every), *(trick() for trick in more)]
         module, run = Recorded(), trainer(**{"max_epochs": EPOCHS, "callbacks": callbacks, **settings})
-        pl.seed_everything(6 + life, verbose=False)
+        L.seed_everything(6 + life, verbose=False)
         try:
             run.fit(module, make(), ckpt_path="newest")  # type: ignore[arg-type]
         except SystemExit:
@@ -672,9 +672,9 @@ def lives(make: Callable[[], Any], folder: Path, every: int, *more: Any, **setti
 
 class Recorded(Seen):
     def __init__(self) -> None:
-        pl.seed_everything(3, verbose=False)
+        L.seed_everything(3, verbose=False)
         super().__init__()
-        pl.seed_everything(7, verbose=False)
+        L.seed_everything(7, verbose=False)
 
 
 @pytest.mark.few(1)
@@ -749,11 +749,11 @@ def tokens(max_tokens: int = 30) -> DataLoader[Any]:
 def of_rank(make: Callable[[], Any], folder: Path, ckpt_path: Path | None, devices: int, **settings: Any) -> Any:
     """The samples, the learning rates and the weights of a fit on this rank, whose seed is its own."""
     rank = int(os.environ.get("RANK", 0))
-    pl.seed_everything(3, verbose=False)
+    L.seed_everything(3, verbose=False)
     module, save = Noted(), Save(folder, "on_train_batch_end")
     given = {"max_epochs": EPOCHS, "callbacks": [lt.ExactResume(), save], "devices": devices, **settings}
     run = trainer(**{"strategy": DDPStrategy(process_group_backend="gloo") if devices > 1 else "auto", **given})
-    pl.seed_everything(7 + rank + 10 * (ckpt_path is not None), verbose=False)
+    L.seed_everything(7 + rank + 10 * (ckpt_path is not None), verbose=False)
     os.environ["PL_GLOBAL_SEED"] = "7"  # of the order, that of all ranks
     run.fit(module, make(), ckpt_path=ckpt_path)
     return module.seen, module.lrs, {name: value.numpy() for name, value in weights(module).items()}

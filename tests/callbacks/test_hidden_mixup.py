@@ -7,7 +7,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import lightning.pytorch as pl
+import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
@@ -96,7 +96,7 @@ CASES["deberta-typed"] = CASES["deberta"]._replace(settings=TYPED, problem=TYPED
 PACKS = {"dict": dict, "BatchEncoding": transformers.BatchEncoding}
 
 
-class Text(pl.LightningModule):
+class Text(L.LightningModule):
     """What everybody writes around a Hugging Face model."""
 
     def __init__(self, name: str, lr: float = 0.1) -> None:
@@ -139,7 +139,7 @@ def inputs(batch: Any) -> dict[str, Tensor]:
     return {key: batch[key] for key in ("input_ids", "attention_mask")}
 
 
-def fit_text(module: Any, callbacks: list[Any], *batches: Any, **settings: Any) -> pl.Trainer:
+def fit_text(module: Any, callbacks: list[Any], *batches: Any, **settings: Any) -> L.Trainer:
     settings = {"max_epochs": 1, "limit_val_batches": 0, **settings}
     return fit(module, callbacks=callbacks, train=feed(*batches), val=feed(*batches), **settings)
 
@@ -241,7 +241,7 @@ def test_a_step_has_the_gradient_of_mixed_representations(name: str, way: Callab
 def test_evaluation_is_untouched_between_and_after_training_batches(name: str) -> None:
     compared = []
 
-    def compare(trainer: pl.Trainer, module: Any, outputs: Any, batch: Any, *_: Any) -> None:
+    def compare(trainer: L.Trainer, module: Any, outputs: Any, batch: Any, *_: Any) -> None:
         fresh = build(Text, name=name).eval()
         fresh.load_state_dict(module.state_dict())
         expected = fresh.validation_step(batch, 0)

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
+import lightning as L
 import pytest
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -19,7 +19,7 @@ from tests.nets import PlainNet, assert_close, assert_equal, build, fit, loader,
 from tests.ranks import Cases, run_cases
 
 
-class Language(pl.LightningModule):
+class Language(L.LightningModule):
     """A causal language model of transformers, as its users write it."""
 
     def __init__(self, name: str = "llama") -> None:
@@ -101,7 +101,7 @@ class Outputs(Language):
 def test_outputs_with_logits_are_handed_on() -> None:
     seen: list[Any] = []
 
-    class Reads(pl.Callback):
+    class Reads(L.Callback):
         def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
             seen.append(outputs["logits"].detach().float().exp().sum(-1))
 

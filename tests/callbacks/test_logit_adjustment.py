@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
+import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
@@ -40,7 +40,7 @@ class Tail(Dataset[Sample]):
         return self.x[number], self.y[number]
 
 
-class Net(pl.LightningModule):
+class Net(L.LightningModule):
     """A network with one of several losses."""
 
     loss: Callable[[Tensor, Tensor], Tensor] = staticmethod(F.cross_entropy)
@@ -247,7 +247,7 @@ def of_few(logits: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(logits[:, :2], y // 2)
 
 
-class Steps(pl.Callback):
+class Steps(L.Callback):
     made = 0
 
     def on_exception(self, trainer: Any, *_: Any) -> None:

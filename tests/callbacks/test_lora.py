@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
+import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import BackboneFinetuning, Callback, ModelCheckpoint
@@ -279,7 +279,7 @@ def test_a_trick_at_its_limit_changes_nothing() -> None:
 
 
 def test_layer_decay_finds_the_layers_of_adapters() -> None:
-    class Transformer(pl.LightningModule):
+    class Transformer(L.LightningModule):
         def __init__(self) -> None:
             super().__init__()
             import timm
@@ -322,7 +322,7 @@ def test_an_adapter_checkpoint_of_a_llama_is_small_and_its_fsdp2_run_equal(tmp_p
         torch.testing.assert_close(torch.from_numpy(value), expected[name], atol=1e-4, rtol=1e-4)
 
 
-class Llama(pl.LightningModule):
+class Llama(L.LightningModule):
     """With three layers and tied embeddings, as a user wraps one."""
 
     def __init__(self) -> None:
@@ -692,7 +692,7 @@ def test_an_adapter_that_the_network_reads_past_is_told() -> None:
 # -- merging ----------------------------------------------------------------------------------------------------------
 
 
-class Kinds(pl.LightningModule):
+class Kinds(L.LightningModule):
     """A layer of each kind that takes an adapter."""
 
     def __init__(self) -> None:
@@ -1169,7 +1169,7 @@ def on_ranks(name: str, folder: str) -> Any:
             fit(build(Seeded), callbacks=callbacks_of(name), strategy=STRATEGIES["fsdp2"](), devices=2)
         return str(caught.value)
 
-    def run(epochs: int, path: str | None = None) -> pl.Trainer:
+    def run(epochs: int, path: str | None = None) -> L.Trainer:
         whole = Whole()
         made = trainer(
             devices=2,

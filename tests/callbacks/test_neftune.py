@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-import lightning.pytorch as pl
+import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
@@ -38,7 +38,7 @@ def test_the_noise_is_uniform_and_smaller_for_longer_and_wider_sequences() -> No
     assert (half.grad == 1).all()
 
 
-class Language(pl.LightningModule):
+class Language(L.LightningModule):
     """A small language model, and what its embeddings gave in training and in validation."""
 
     def __init__(self) -> None:
@@ -187,7 +187,7 @@ def test_in_models_of_transformers_the_input_embeddings_are_found(kind: str) -> 
 
     seeds: list[int] = []
 
-    class Seeds(pl.Callback):
+    class Seeds(L.Callback):
         def on_train_batch_start(self, *_: Any) -> None:
             seeds.append(trick.drawn)
 
@@ -242,7 +242,7 @@ class Without(Language):
         self.words = nn.Identity()
 
 
-class Steps(pl.Callback):
+class Steps(L.Callback):
     made = 0
 
     def on_exception(self, trainer: Any, *_: Any) -> None:

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
+import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
@@ -42,7 +42,7 @@ class Signals(Callback):
         self.step, self.number, self.times = step, number, times
         setattr(self, hook, self.send)
 
-    def send(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
+    def send(self, trainer: L.Trainer, *_: Any, **__: Any) -> None:
         if trainer.global_step >= self.step and self.times:
             self.times -= 1
             os.kill(os.getpid(), self.number)
@@ -54,7 +54,7 @@ class Validated(Callback):
     def __init__(self) -> None:
         self.found: list[tuple[int, float]] = []
 
-    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self.found.append((trainer.global_step, float(trainer.callback_metrics["val_loss"])))
 
 
@@ -233,7 +233,7 @@ def to_everyone(folder: str) -> list[Any]:
     for callbacks in ([], [lt.Preemption(folder)], [lt.Preemption(folder), Everyone()]):
         module = build(Draws)
         module.drawn = []
-        pl.seed_everything(3, workers=True, verbose=False)
+        L.seed_everything(3, workers=True, verbose=False)
         made = trainer(callbacks=callbacks)
         fit = partial(made.fit, module, DataLoader(Drawn(), 8, num_workers=2))
         assert (ended(fit) if len(callbacks) == 2 else fit()) in (STATUS, None)
@@ -245,7 +245,7 @@ def to_everyone(folder: str) -> list[Any]:
 class Everyone(Callback):
     """Sends signals to all processes of a session, as SLURM and systemd do."""
 
-    def on_before_backward(self, trainer: pl.Trainer, *_: Any) -> None:
+    def on_before_backward(self, trainer: L.Trainer, *_: Any) -> None:
         if trainer.global_step == 2:
             os.killpg(0, signal.SIGUSR1)
             os.killpg(0, signal.SIGTERM)
@@ -285,7 +285,7 @@ def fit(folder: Path, engine: str, *callbacks: Callback, ckpt_path: str | None =
         **{"max_epochs": 3, "devices": 2, "enable_checkpointing": True, **strategy(engine)},
         callbacks=[lt.Preemption(folder), *callbacks, *tricks, saves],
     )
-    pl.seed_everything(7, verbose=False)
+    L.seed_everything(7, verbose=False)
     made.fit(module, Resumable(seed=5 + made.global_rank), loader(24), ckpt_path=ckpt_path)
     return weights(module), made.global_step
 

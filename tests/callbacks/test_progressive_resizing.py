@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import lightning.pytorch as pl
+import lightning as L
 import pytest
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -110,7 +110,7 @@ def test_a_crop_is_the_same_window_of_images_and_masks() -> None:
         growth = lt.ProgressiveResizing(
             0.5, stop=2, multiple_of=4, mode="crop", inputs=["a", "b"], target=["mask", "y"]
         )
-        pl.seed_everything(seed, verbose=False)
+        L.seed_everything(seed, verbose=False)
         trainer(max_epochs=1, callbacks=[growth], limit_val_batches=0).fit(module, feed(batch, batch), feed(batch))
         cut = module.batches[0]
         top, left = divmod(int(cut["a"][0, 0, 0, 0]), W)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import lightning.pytorch as pl
+import lightning as L
 import pytest
 import torch
 import transformers
@@ -20,7 +20,7 @@ from tests.nets import fit
 B, T, N = 4, 32, 8  # samples, tokens, tokens at first
 
 
-class Looks(pl.LightningModule):
+class Looks(L.LightningModule):
     """Keeps the batches that it gets."""
 
     def __init__(self) -> None:
@@ -185,7 +185,7 @@ def test_dim_is_behind_the_samples() -> None:
         lt.SequenceLengthWarmup(dim=0)
 
 
-class Language(pl.LightningModule):
+class Language(L.LightningModule):
     """A small GPT-2, with the loss that transformers computes."""
 
     def __init__(self) -> None:
@@ -240,7 +240,7 @@ class Encoder(Language):
     """A small encoder, whose loss flattens its labels by view()."""
 
     def __init__(self, name: str) -> None:
-        pl.LightningModule.__init__(self)
+        L.LightningModule.__init__(self)
         kind = getattr(transformers, name)
         config = kind.config_class(vocab_size=130, num_labels=130, max_position_embeddings=T + 2, **FLATTENING[name])
         self.model, self.losses = kind(config), []

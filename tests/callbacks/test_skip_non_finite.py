@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-import lightning.pytorch as pl
+import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
@@ -56,11 +56,11 @@ class Bad(Clean):
             (gradient.to_local() if isinstance(gradient, DTensor) else gradient).fill_(torch.inf)
 
 
-def bad(how: str, base: type[pl.LightningModule] = Bad, **attributes: Any) -> Any:
+def bad(how: str, base: type[L.LightningModule] = Bad, **attributes: Any) -> Any:
     return build(type(base)("Spoiled", (base,), {"how": how, **attributes}))
 
 
-def optimizer_state(run: pl.Trainer) -> dict[str, Tensor]:
+def optimizer_state(run: L.Trainer) -> dict[str, Tensor]:
     state = run.optimizers[0].state_dict()["state"]
     return {f"{number}/{key}": value for number, each in state.items() for key, value in each.items()}
 

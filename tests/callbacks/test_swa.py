@@ -6,7 +6,7 @@ import io
 import signal
 from typing import Any
 
-import lightning.pytorch as pl
+import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
@@ -88,7 +88,7 @@ def test_every_validation_sees_the_mean_so_far_with_the_current_statistics_and_t
             seen.append((self.trainer.global_step, weights(self), self.layers[1].running_mean.clone()))
 
     class Raw(Callback):
-        def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
+        def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, *_: Any) -> None:
             raw[trainer.global_step] = pl_module.layers[1].running_mean.clone()
 
     seen: list[tuple[int, dict[str, Tensor], Tensor]] = []
@@ -141,7 +141,7 @@ def test_the_learning_rate_schedule_is_left_alone() -> None:
         def __init__(self) -> None:
             self.seen: list[float] = []
 
-        def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
             self.seen.append(trainer.optimizers[0].param_groups[0]["lr"])
 
     plain, averaged = Rates(), Rates()
@@ -165,7 +165,7 @@ def test_early_stopping_keeps_the_average_and_the_last_weights(tmp_path: Any) ->
 @pytest.mark.parametrize("timed", [False, True])
 def test_a_stop_in_mid_epoch_includes_the_last_weights(every: Any, snapshots: list[int], timed: bool) -> None:
     class Stop(Callback):
-        def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
             trainer.should_stop = trainer.global_step == 15
 
     class StepTimer(Timer):  # a step takes a second
@@ -299,7 +299,7 @@ def test_the_loader_is_read_once_more_only_for_batchnorm(kind: Any, epochs: int)
 
 def test_logs_metrics_and_random_numbers_do_not_notice(tmp_path: Any) -> None:
     class After(Callback):
-        def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
             numbers.append(torch.rand(3))
 
     numbers: list[Tensor] = []
@@ -336,7 +336,7 @@ def test_an_exception_in_the_pass_leaves_the_module_raw_and_the_average_whole(
     error: type[BaseException], early: bool, tmp_path: Any
 ) -> None:
     class Stop(Callback):
-        def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
             trainer.should_stop = early and trainer.current_epoch == 1
 
     plain, module, swa, naive = build(NormNet), build(FailingPass, error=error), SWA(0), NaiveSWA()
@@ -424,7 +424,7 @@ def test_resume_in_mid_epoch_is_bit_exact(settings: dict[str, Any], step: int, t
 
 def test_a_fit_that_goes_on_has_its_own_statistics_again() -> None:
     class Start(Callback):
-        def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
             if batch_idx == 0:
                 started.append(weights(pl_module))
 
@@ -634,7 +634,7 @@ class ShardedNet(NormNet):
 
 
 def fit_shards(engine: str, folder: str) -> dict[str, Any]:
-    def run(*callbacks: Callback, **settings: Any) -> pl.Trainer:
+    def run(*callbacks: Callback, **settings: Any) -> L.Trainer:
         strategy = ModelParallelStrategy(2, 1) if engine == "fsdp2" else cpu_deepspeed()
         own: dict[str, Any] = {"strategy": strategy, "devices": 2, "use_distributed_sampler": False, "max_epochs": 4}
         module = build(ShardedNet if engine == "fsdp2" else NormNet)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
+import lightning as L
 import numpy as np
 import pytest
 import torch
@@ -99,7 +99,7 @@ def zero_is_padding(logits: Tensor, labels: Tensor) -> Tensor:
     return CE(logits, labels.masked_fill(labels == IGNORED, 0), ignore_index=0)
 
 
-class Language(pl.LightningModule):
+class Language(L.LightningModule):
     """A small language model."""
 
     def __init__(self, loss: Loss = CE) -> None:

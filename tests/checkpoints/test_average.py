@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
+import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -41,7 +41,7 @@ class Configured(Net):
         self.fits = state["epoch"]
 
 
-class Data(pl.LightningDataModule):
+class Data(L.LightningDataModule):
     def train_dataloader(self) -> Any:
         return loader()
 

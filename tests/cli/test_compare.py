@@ -50,10 +50,10 @@ def run(*arguments: str | Path) -> int:
 
 
 def in_python(folder: Path, *tricks: Any, module: type[Any] = Digits) -> Any:
-    import lightning.pytorch as pl
+    import lightning as L
 
     settings = {**ARGUMENTS, **QUIET, "enable_progress_bar": False}
-    return pl.Trainer(callbacks=[*tricks], **settings), module(), DigitsData(noise=0.4)
+    return L.Trainer(callbacks=[*tricks], **settings), module(), DigitsData(noise=0.4)
 
 
 CHANGES = {

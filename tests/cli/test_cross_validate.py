@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
+import lightning as L
 import pytest
 import torch
 from sklearn.model_selection import KFold
@@ -55,8 +55,8 @@ def test_it_prints_the_folds_made_by_hand(folder: Path, capsys: pytest.CaptureFi
     samples, rows = data.fold_dataset(True), []
     assert len(samples) == 1200
     for k, (train, validation) in enumerate(KFold(2, shuffle=True, random_state=3).split(range(1200))):
-        pl.seed_everything(3 + k, workers=True, verbose=False)
-        module, alone = Digits(), pl.Trainer(**QUIET, callbacks=[lt.EMA()])
+        L.seed_everything(3 + k, workers=True, verbose=False)
+        module, alone = Digits(), L.Trainer(**QUIET, callbacks=[lt.EMA()])
         outside = DataLoader(Subset(samples, validation), 300)
         alone.fit(module, DataLoader(Subset(samples, train), 64, shuffle=True), outside)
         rows.append(alone.validate(module, outside, verbose=False)[0])
@@ -89,7 +89,7 @@ def test_predictions_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.testing.assert_close(predictions[validation], module.eval()(data.data.tensors[0][validation]))
 
 
-class HalfData(pl.LightningDataModule):
+class HalfData(L.LightningDataModule):
     """Two halves of one data set, as random_split makes them."""
 
     def __init__(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import lightning.pytorch as pl
+import lightning as L
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch import Tensor
 
@@ -15,14 +15,14 @@ PLAN = {"layers.0": "colwise", "layers.2": "rowwise"}
 PRECISIONS = {row["name"]: row["precision"] for row in lt.presets() if row["name"] != "zero3_nvme_bf16"}
 
 
-def whole(trainer: pl.Trainer, module: pl.LightningModule) -> dict[str, Tensor]:
+def whole(trainer: L.Trainer, module: L.LightningModule) -> dict[str, Tensor]:
     if isinstance(trainer.strategy, DeepSpeedStrategy):
         return of_deepspeed(module)
     state = {name: value.detach() for name, value in module.state_dict().items()}  # reshards FSDP2
     return {name: getattr(value, "full_tensor", value.clone)() for name, value in state.items()}
 
 
-def of_deepspeed(module: pl.LightningModule) -> dict[str, Tensor]:
+def of_deepspeed(module: L.LightningModule) -> dict[str, Tensor]:
     """The full parameters, put together from their slices."""
     import deepspeed
     from deepspeed.utils import safe_get_full_fp32_param

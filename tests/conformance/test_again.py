@@ -10,7 +10,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
+import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
@@ -86,7 +86,7 @@ def second_fit(trick: Enrolment, *, anew: bool) -> dict[str, Tensor]:
     """The weights after a fit that was stopped in its second epoch and fitted again on the same Trainer, for longer."""
     stop, module = Stop(8), build(trick.module(NormNet, "on"))
     run = trainer(callbacks=[*trick.make_callbacks("on"), stop], max_epochs=4)
-    pl.seed_everything(7, verbose=False)
+    L.seed_everything(7, verbose=False)
     with pytest.raises(RuntimeError, match="planned"):
         run.fit(module, loader(), loader(24))
     if anew:
@@ -94,7 +94,7 @@ def second_fit(trick: Enrolment, *, anew: bool) -> dict[str, Tensor]:
             trick.make_callbacks("on")
         )
     run.fit_loop.max_epochs = 3
-    pl.seed_everything(7, verbose=False)
+    L.seed_everything(7, verbose=False)
     with pytest.raises(FloatingPointError) if trick.stops else nullcontext():
         run.fit(module, loader(), loader(24))
     assert run.current_epoch == (2 if trick.stops else 3)

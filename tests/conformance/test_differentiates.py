@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import lightning.pytorch as pl
+import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
@@ -212,7 +212,7 @@ def test_statistics_of_averaged_weights_are_recalculated(trick: Callable[[], Any
     assert all(weight.requires_grad for weight in module.parameters())
 
 
-class Contrasts(pl.LightningModule):
+class Contrasts(L.LightningModule):
     """Embeds samples with the slope of a potential."""
 
     def __init__(self) -> None:

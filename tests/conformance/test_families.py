@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
+import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
@@ -56,7 +56,7 @@ ALIKE: dict[str, Any] = {"use_distributed_sampler": False}
 
 
 class Whole(Callback):
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self.weights = {name: value.detach().float() for name, value in whole(trainer, pl_module).items()}
 
 
@@ -121,7 +121,7 @@ def configured(name: str, folder: Path) -> dict[str, Tensor]:
     sys.argv = ["fit.py", "--config", str(path)]
     cli, gather = LightningCLI(save_config_callback=None, run=False), Whole()
     cli.trainer.callbacks.append(gather)
-    pl.seed_everything(7, verbose=False)
+    L.seed_everything(7, verbose=False)
     cli.trainer.fit(cli.model, share(name), loader(24))
     return gather.weights
 

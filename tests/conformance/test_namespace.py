@@ -36,7 +36,7 @@ def test_it_works_in_the_other_namespace(name: str, passed: list[str], cell: Cal
 def trained(name: str) -> tuple[str, dict[str, Any]]:
     load_tests_again()
     families = import_module("tests.conformance.test_families")
-    return families.pl.__name__, {key: value.numpy() for key, value in families.trained(name).items()}
+    return families.L.__name__, {key: value.numpy() for key, value in families.trained(name).items()}
 
 
 @pytest.mark.slow

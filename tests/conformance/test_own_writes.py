@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
 
-import lightning.pytorch as pl
+import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
@@ -286,7 +286,7 @@ def test_a_closure_of_manual_optimization_writes_once(kind: type[PlainNet]) -> N
 # -- contrastive chunks -----------------------------------------------------------------------------------------------
 
 
-class Momentum(pl.LightningModule):
+class Momentum(L.LightningModule):
     """Contrasts a network with its momentum encoder."""
 
     write: Write = staticmethod(assigned)

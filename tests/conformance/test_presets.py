@@ -7,7 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
+import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
@@ -39,17 +39,17 @@ class Watch(Callback):
     def __init__(self, half: Path | None = None) -> None:
         self.half = half
 
-    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self.half is not None and trainer.current_epoch == EPOCHS // 2 - 1:
             trainer.save_checkpoint(self.half)
 
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self.weights = whole(trainer, pl_module)
         self.lr = trainer.optimizers[0].param_groups[0]["lr"]
         self.steps = trainer.global_step
 
 
-def train(name: str, precision: str, watch: Watch, batches: Any, **more: Any) -> pl.Trainer:
+def train(name: str, precision: str, watch: Watch, batches: Any, **more: Any) -> L.Trainer:
     settings = {"max_epochs": EPOCHS, "accumulate_grad_batches": 2, "gradient_clip_val": 0.5, **more}
     return fit(
         build(Scheduled),

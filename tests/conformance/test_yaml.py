@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
+import lightning as L
 import pytest
 from lightning.pytorch.cli import LightningCLI
 
@@ -49,6 +49,6 @@ def trained(
     (folder / "config.yaml").write_text(json.dumps({"trainer": settings, "model": model, "seed_everything": 3}))
     monkeypatch.setattr("sys.argv", ["fit.py", "--config", str(folder / "config.yaml")])
     cli = LightningCLI(save_config_callback=None, run=False)
-    pl.seed_everything(7, verbose=False)
+    L.seed_everything(7, verbose=False)
     cli.trainer.fit(cli.model, loader(), loader(24), ckpt_path=ckpt_path)
     return weights(cli.model)

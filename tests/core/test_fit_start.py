@@ -6,7 +6,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
+import lightning as L
 import pytest
 from lightning.pytorch.callbacks import Callback
 
@@ -38,7 +38,7 @@ def tables(shown: pytest.LogCaptureFixture) -> list[str]:
 class Asked(Callback):
     """What is active when training starts."""
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self.rows = active(trainer)
 
 
@@ -81,7 +81,7 @@ def test_a_step_shown_is_the_step_at_which_it_begins() -> None:
     class Begins(Callback):
         steps: list[int] = []  # noqa: RUF012
 
-        def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
             if trainer.callbacks[0].drawn is not None:  # of the batch that is about to be trained on
                 self.steps.append(trainer.global_step)
 
@@ -207,7 +207,7 @@ class Adds(Callback):
     def __init__(self) -> None:
         self.late = Late()
 
-    def setup(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
+    def setup(self, trainer: L.Trainer, *_: Any, **__: Any) -> None:
         trainer.callbacks.append(self.late)
 
 

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
+import lightning as L
 import pytest
 import yaml
 from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
@@ -39,7 +39,7 @@ TRICKS = {
 }
 
 
-def train(kind: type[pl.LightningModule], *loggers: Logger, **settings: Any) -> pl.Trainer:
+def train(kind: type[L.LightningModule], *loggers: Logger, **settings: Any) -> L.Trainer:
     callbacks = [lt.EMA(0.9, start=0.5), lt.EMA(0.5, validate="raw", at_end="raw"), lt.Mixup(stop=0.9)]
     given = {"callbacks": callbacks, "strategy": "single_bf16", **settings}
     return fit(build(kind), logger=[*loggers], log_every_n_steps=1, **given)

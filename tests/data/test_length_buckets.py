@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
+import lightning as L
 import numpy as np
 import pytest
 import torch
@@ -212,13 +212,13 @@ class Saver(Callback):
         self.saved[name] = len(run.lightning_module.seen)
         run.save_checkpoint(self.folder / name)
 
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
         self._save(trainer, "batch_end")
 
-    def on_validation_end(self, trainer: pl.Trainer, *_: Any) -> None:
+    def on_validation_end(self, trainer: L.Trainer, *_: Any) -> None:
         self._save(trainer, "validation_end")
 
-    def on_train_epoch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+    def on_train_epoch_end(self, trainer: L.Trainer, *_: Any) -> None:
         self._save(trainer, "epoch_end")
 
 
@@ -314,7 +314,7 @@ def test_a_shorter_loader_that_is_cycled_begins_anew() -> None:
 
 def test_another_pass_over_the_samples_within_a_fit_is_complete() -> None:
     class Counts(Callback):
-        def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
             assert trainer.train_dataloader is not None
             assert sum(len(batch[2]) for batch in trainer.train_dataloader) == 44
 

@@ -9,11 +9,11 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
+import lightning as L
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 from torch import Tensor
 
 import lightning_tricks as lt
@@ -34,7 +34,7 @@ from tests.strategies.ddp.test_compression import trained as compressed
 Case = Callable[[Device, Path], Any]
 
 
-def on(there: Device, **settings: Any) -> pl.Trainer:
+def on(there: Device, **settings: Any) -> L.Trainer:
     return trainer(**{"accelerator": there.name, "devices": 2, "strategy": "ddp", **settings})
 
 
@@ -68,7 +68,7 @@ def folds(there: Device, folder: Path) -> Any:
     return {"metrics": found.metrics, "predictions": found.predictions.cpu().numpy()}
 
 
-def without_dropout(fold: int) -> pl.LightningModule:
+def without_dropout(fold: int) -> L.LightningModule:
     """A device draws its own random numbers."""
     module = Scored()
     module.layers[3] = torch.nn.Identity()
@@ -218,7 +218,7 @@ def group_of_others() -> str:
     with rank_with_nccl():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         torch.distributed.init_process_group("nccl")
-        with pytest.raises(pl.utilities.exceptions.MisconfigurationException) as raised:
+        with pytest.raises(MisconfigurationException) as raised:
             trainer(accelerator="cuda", devices=2, **lt.preset("fsdp2_offload_bf16")).fit(build(PlainNet), loader())
         return str(raised.value)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
+import lightning as L
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from sklearn.model_selection import KFold
@@ -29,14 +29,14 @@ class Scored(Net):
         self.log("accuracy", (logits.argmax(-1) == y).float().mean(), sync_dist=True)
 
 
-def make_module(fold: int) -> pl.LightningModule:
+def make_module(fold: int) -> L.LightningModule:
     return Scored()
 
 
-def make_trainer(fold: int, folder: Path, **settings: Any) -> pl.Trainer:
+def make_trainer(fold: int, folder: Path, **settings: Any) -> L.Trainer:
     best = ModelCheckpoint(folder, monitor="accuracy", mode="max")
     callbacks = [best, *settings.pop("callbacks", [])]
-    return pl.Trainer(**{**quiet, "enable_checkpointing": True, "callbacks": callbacks, **settings})
+    return L.Trainer(**{**quiet, "enable_checkpointing": True, "callbacks": callbacks, **settings})
 
 
 def make_loader(subset: Any, train: bool) -> DataLoader[Any]:
@@ -59,7 +59,7 @@ def by_hand(folder: Path, seed: int = 0) -> tuple[list[dict[str, float]], Tensor
     """The metrics and predictions of ``run``, in a plain loop."""
     rows, predictions = [], torch.full((len(DATA), 2), torch.nan)
     for k, (train, validation) in enumerate(KFold(3, shuffle=True, random_state=seed).split(range(len(DATA)))):
-        pl.seed_everything(seed + k, workers=True, verbose=False)
+        L.seed_everything(seed + k, workers=True, verbose=False)
         module, trainer = make_module(k), make_trainer(k, folder / str(k))
         inside, outside = make_loader(Subset(DATA, train.tolist()), True), make_loader(Subset(DATA, validation), False)
         trainer.fit(module, inside, outside)
@@ -77,12 +77,12 @@ class Fails(Callback):
     def __init__(self, step: int) -> None:
         self.step = step
 
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
         if trainer.global_step == self.step:
             raise RuntimeError("died")
 
 
-def failing(fold: int, folder: Path, number: int = 1) -> pl.Trainer:
+def failing(fold: int, folder: Path, number: int = 1) -> L.Trainer:
     return make_trainer(fold, folder, callbacks=[Fails(5)] if fold == number else [])
 
 

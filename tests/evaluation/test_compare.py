@@ -13,7 +13,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-import lightning.pytorch as pl
+import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
@@ -51,10 +51,10 @@ def by_hand(seed: int, tricks: Callable[[], list[Callback]], epochs: int = 2) ->
     """One run, written out."""
 
     class Seeds(Callback):
-        def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
-            pl.seed_everything(Random(f"{seed} {trainer.current_epoch}").getrandbits(32), verbose=False)
+        def on_train_epoch_start(self, trainer: L.Trainer, pl_module: Any) -> None:
+            L.seed_everything(Random(f"{seed} {trainer.current_epoch}").getrandbits(32), verbose=False)
 
-    pl.seed_everything(seed, verbose=False)
+    L.seed_everything(seed, verbose=False)
     module, run = Net(), trainer(callbacks=[Seeds(), *tricks()], max_epochs=epochs)
     run.fit(module, loader(shuffle=True), loader(24))
     return run.validate(module, loader(24), verbose=False)[0]["val_loss"]
@@ -83,10 +83,10 @@ class Seen(Callback):
     def __init__(self, folder: Path, draws: bool) -> None:
         self.key, self.draws = "/".join(folder.parts[-2:]), draws
 
-    def on_fit_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+    def on_fit_start(self, trainer: L.Trainer, pl_module: Any) -> None:
         self.runs[self.key] = [pl_module.layers[0].weight.detach().clone()]
 
-    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         self.runs[self.key].append(batch[0].clone())
         if self.draws:
             torch.rand(3)
@@ -112,7 +112,7 @@ class Dies(Callback):
     def __init__(self, folder: Path, how: str) -> None:
         self.folder, self.how = folder, how
 
-    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: Any) -> None:
         if trainer.current_epoch == 1 and (self.folder.parents[1] / self.how / self.folder.name).exists():
             (self.folder / "half").touch()
             if self.how == "kill":
@@ -415,7 +415,7 @@ class Sleeps(Callback):
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
 
-    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: Any) -> None:
         time.sleep(self.seconds)
 
 
@@ -483,7 +483,7 @@ def test_the_best_checkpoint_is_measured_where_it_is_asked_for(tmp_path: Path) -
             assert value == trainer().validate(module, loader(24), verbose=False)[0]["val_loss"]
 
 
-class Data(pl.LightningDataModule):
+class Data(L.LightningDataModule):
     def train_dataloader(self) -> Any:
         return loader(shuffle=True)
 

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
+import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, EarlyStopping
@@ -192,7 +192,7 @@ class Told(Scored):
         return {"x": x, "both": (y, torch.full((len(x), 1, 2), float(self.fold)))}
 
 
-def one_step(fold: int, folder: Path, **settings: Any) -> pl.Trainer:
+def one_step(fold: int, folder: Path, **settings: Any) -> L.Trainer:
     return trainer(max_steps=1, default_root_dir=folder, **settings)
 
 
@@ -269,7 +269,7 @@ class Wrapped(Scored):
         self.layers = nn.Sequential(network)
 
 
-def reused(fold: int, folder: Path) -> pl.Trainer:
+def reused(fold: int, folder: Path) -> L.Trainer:
     return TRAINERS.setdefault(str(folder.parent), one_step(fold, folder))
 
 
@@ -291,7 +291,7 @@ def stopping() -> Any:
         ({"make_trainer": stopping()}, "got the EarlyStopping of another fit again"),
         ({"make_trainer": partial(one_step, limit_val_batches=0)}, "limit_val_batches=0"),
         ({"make_trainer": partial(one_step, limit_predict_batches=2)}, "limit_predict_batches=2"),
-        ({"make_module": lambda fold: pl.LightningModule()}, "needs a module with validation_step"),
+        ({"make_module": lambda fold: L.LightningModule()}, "needs a module with validation_step"),
     ],
 )
 def test_what_would_leak_from_fold_to_fold_is_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
@@ -328,7 +328,7 @@ def test_what_would_leak_from_fold_to_fold_is_refused(changes: dict[str, Any], m
 def test_wrong_arguments_are_refused_before_the_first_step(
     changes: dict[str, Any], kind: type[Exception], message: str, tmp_path: Path
 ) -> None:
-    def refused(fold: int, folder: Path) -> pl.Trainer:
+    def refused(fold: int, folder: Path) -> L.Trainer:
         return make_trainer(fold, folder, callbacks=[Fails(1)])
 
     with pytest.raises(kind, match=message):
@@ -367,9 +367,9 @@ def test_predictions_that_cannot_be_put_together_are_refused(
 
 def test_a_module_that_cannot_predict_is_refused_before_the_first_step(tmp_path: Path, finished: Path) -> None:
     class NoStep(Scored):
-        predict_step = pl.LightningModule.predict_step  # forward gets the pair
+        predict_step = L.LightningModule.predict_step  # forward gets the pair
 
-    def refused(fold: int, folder: Path) -> pl.Trainer:
+    def refused(fold: int, folder: Path) -> L.Trainer:
         return make_trainer(fold, folder, callbacks=[Fails(1)])
 
     with pytest.raises(MisconfigurationException, match=r"got the default, .* define predict_step"):
@@ -428,19 +428,19 @@ class Sharp(lt.SAMMixin, Scored):
     sam = lt.SAM(rho=0.05)
 
 
-def with_ema(fold: int, folder: Path) -> pl.Trainer:
+def with_ema(fold: int, folder: Path) -> L.Trainer:
     return make_trainer(fold, folder, callbacks=[lt.EMA(decay=0.5)])
 
 
-def last_of_ema(fold: int, folder: Path) -> pl.Trainer:
+def last_of_ema(fold: int, folder: Path) -> L.Trainer:
     return trainer(callbacks=[lt.EMA(decay=0.5)])
 
 
-def with_lora(fold: int, folder: Path) -> pl.Trainer:
+def with_lora(fold: int, folder: Path) -> L.Trainer:
     return make_trainer(fold, folder, callbacks=[lt.LoRA(r"layers\.0", r=2, train=r"layers\.[14]")])
 
 
-def with_preset(fold: int, folder: Path) -> pl.Trainer:
+def with_preset(fold: int, folder: Path) -> L.Trainer:
     return make_trainer(fold, folder, strategy="single_bf16")
 
 
@@ -463,7 +463,7 @@ def test_with_ema_the_averages_are_validated_predicted_and_saved(trainers: Any, 
 def test_with_sam(tmp_path: Path, finished: Path) -> None:
     found = run(tmp_path / "sam", make_module=lambda fold: Sharp())
     assert not same(found, run(finished))
-    pl.seed_everything(0, workers=True, verbose=False)
+    L.seed_everything(0, workers=True, verbose=False)
     module, alone = Sharp(), make_trainer(0, tmp_path / "hand")
     train, validation = (torch.utils.data.Subset(DATA, part) for part in found.folds[0])
     alone.fit(module, make_loader(train, True), make_loader(validation, False))

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
+import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
@@ -188,7 +188,7 @@ def test_outputs_without_a_mean_are_refused(kind: str, error: type[Exception], m
         net(DATA.tensors[0])
 
 
-def saved(kind: type[pl.LightningModule], folder: Path, /, **networks: Any) -> list[Path]:
+def saved(kind: type[L.LightningModule], folder: Path, /, **networks: Any) -> list[Path]:
     files = []
     for name in "ab":
         alone = trainer()
@@ -286,7 +286,7 @@ def with_hyperparameters(file: Path, saved: Path, **values: Any) -> Path:
     return file
 
 
-def saved_of(kind: type[pl.LightningModule], file: Path) -> Path:
+def saved_of(kind: type[L.LightningModule], file: Path) -> Path:
     run = trainer()
     run.strategy.connect(kind())
     run.save_checkpoint(file, weights_only=True)
@@ -345,9 +345,9 @@ def test_classes_in_another_dimension() -> None:
 # -- against a soup ---------------------------------------------------------------------------------------------------
 
 
-def three_best(fold: int, folder: Path) -> pl.Trainer:
+def three_best(fold: int, folder: Path) -> L.Trainer:
     best = ModelCheckpoint(folder, monitor="accuracy", mode="max", save_top_k=3)
-    return pl.Trainer(**{**quiet, "enable_checkpointing": True, "max_epochs": 3, "callbacks": [best]})
+    return L.Trainer(**{**quiet, "enable_checkpointing": True, "max_epochs": 3, "callbacks": [best]})
 
 
 @pytest.mark.slow

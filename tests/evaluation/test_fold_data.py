@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
+import lightning as L
 import pytest
 import torch
 from torch import Tensor
@@ -31,7 +31,7 @@ class View(Dataset[tuple[Tensor, Tensor]]):
         return torch.full((8,), self.transform * i), torch.tensor(i % 2)
 
 
-class Data(pl.LightningDataModule):
+class Data(L.LightningDataModule):
     """Loaders of the data sets that it is given."""
 
     def __init__(self, train: Any, validation: Any, **settings: Any) -> None:

@@ -17,7 +17,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
+import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
@@ -54,7 +54,7 @@ def tried(fold: int) -> Any:
     """A module whose default predict_step is tried before the first step."""
 
     class Tried(Scored):
-        predict_step = pl.LightningModule.predict_step
+        predict_step = L.LightningModule.predict_step
 
         def forward(self, x: Any) -> Any:
             return super().forward(x[0] if isinstance(x, list) else x)
@@ -198,7 +198,7 @@ class Slow(Callback):
         time.sleep(0.05)
 
 
-def slow(fold: int, folder: Path) -> pl.Trainer:
+def slow(fold: int, folder: Path) -> L.Trainer:
     return make_trainer(fold, folder, max_epochs=1000, callbacks=[Slow(fold)])
 
 

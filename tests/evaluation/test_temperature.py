@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-import lightning.pytorch as pl
+import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
@@ -120,7 +120,7 @@ def test_a_loader_without_batches_and_outputs_that_are_no_tensors_are_refused() 
     with pytest.raises(ValueError, match="loader must yield batches"):
         fit_temperature(nn.Identity(), [])
 
-    class Two(pl.LightningModule):
+    class Two(L.LightningModule):
         def forward(self, x: Tensor) -> Any:
             return x, x
 

@@ -7,7 +7,7 @@ import pickle
 from functools import partial
 from typing import Any
 
-import lightning.pytorch as pl
+import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
@@ -157,7 +157,7 @@ def test_it_can_be_copied(copied: Any) -> None:
 # -- outputs ----------------------------------------------------------------------------------------------------------
 
 
-class Segments(pl.LightningModule):
+class Segments(L.LightningModule):
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Conv2d(3, 5, 3, padding=1)
@@ -186,7 +186,7 @@ def test_outputs_with_places_are_turned_back() -> None:
 
 
 def test_crops_of_images_that_are_larger_than_the_network_takes() -> None:
-    class Sized(pl.LightningModule):
+    class Sized(L.LightningModule):
         def __init__(self) -> None:
             super().__init__()
             self.layer = nn.Linear(3 * 4 * 4, 2)
@@ -200,7 +200,7 @@ def test_crops_of_images_that_are_larger_than_the_network_takes() -> None:
     torch.testing.assert_close(lt.tta(module, corners)(x), expected)
 
 
-class Named(pl.LightningModule):
+class Named(L.LightningModule):
     """As a network of transformers, whose arguments have names and whose output is an object."""
 
     def __init__(self) -> None:

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 from typing import NamedTuple
 
-import lightning.pytorch as pl
+import lightning as L
 import pytest
 import torch
 from torch import nn
@@ -60,7 +60,7 @@ def test_the_split_is_fixed_and_only_training_labels_are_wrong(task: Task) -> No
     [pytest.param(task, id=name, marks=[pytest.mark.slow] * (name != "digits")) for name, task in TASKS.items()],
 )
 def test_the_network_learns_it_from_its_data_module(task: Task) -> None:
-    pl.seed_everything(0, verbose=False)
+    L.seed_everything(0, verbose=False)
     module, data = Classifier(task.network(), task.lr, task.optimizer), task.data()
     with small_runs():
         trainer = quiet_trainer(max_epochs=task.epochs)

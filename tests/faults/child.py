@@ -16,7 +16,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import lightning.pytorch as pl
+import lightning as L
 import torch
 from fsspec.implementations.local import LocalFileOpener
 from lightning.fabric.plugins import TorchCheckpointIO
@@ -72,7 +72,7 @@ def slow_disk(temporary: Path, across: bool) -> None:
 
 
 def child(
-    folder: Path, ckpt_path: Path | None, across: bool, trained: Callable[..., pl.Trainer], parent: Connection
+    folder: Path, ckpt_path: Path | None, across: bool, trained: Callable[..., L.Trainer], parent: Connection
 ) -> None:
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")  # "Checkpoint directory exists and is not empty"
@@ -93,7 +93,7 @@ class Ended(NamedTuple):
 
 
 def train_in_child(
-    folder: Path, ckpt_path: Path | None, across: bool, trained: Callable[..., pl.Trainer], delay: float = TIMEOUT
+    folder: Path, ckpt_path: Path | None, across: bool, trained: Callable[..., L.Trainer], delay: float = TIMEOUT
 ) -> Ended:
     """Train in a process that is killed ``delay`` seconds after it began to."""
     receiver, sender = processes.Pipe(duplex=False)

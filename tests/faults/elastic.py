@@ -10,7 +10,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
+import lightning as L
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch import nn
@@ -100,7 +100,7 @@ def main(folder: Path, engine: str, epochs: int, shuffled: bool) -> None:
         module = build(Dropped, samples=folder / f"samples-{os.getpid()}")
     else:
         module = build(ScheduledPlain if engine[0] == "z" else Scheduled)
-    pl.seed_everything(7 + int(os.environ["RANK"]) * shuffled, verbose=False)
+    L.seed_everything(7 + int(os.environ["RANK"]) * shuffled, verbose=False)
     os.environ["PL_GLOBAL_SEED"] = "7"  # of the order of all ranks
     made.fit(module, train, loader(24), ckpt_path="newest")
     torch.save([weights(module), made.global_step], folder / f"final-{os.environ['RANK']}.pt")

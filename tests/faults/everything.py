@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
+import lightning as L
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
@@ -153,20 +153,20 @@ TRAININGS: dict[str, tuple[type[Images], Callable[[], list[Callback]]]] = {
 }
 
 
-def make(folder: Path, *others: Callback, training: str = "everything", **settings: Any) -> pl.Trainer:
+def make(folder: Path, *others: Callback, training: str = "everything", **settings: Any) -> L.Trainer:
     given = {"max_epochs": EPOCHS, "default_root_dir": folder, "callbacks": [*others, *TRAININGS[training][1]()]}
     return trainer(**{**given, **settings})
 
 
-def run(made: pl.Trainer, module: pl.LightningModule, train: Any = None, ckpt_path: Path | None = None) -> None:
+def run(made: L.Trainer, module: L.LightningModule, train: Any = None, ckpt_path: Path | None = None) -> None:
     """Fit from the same random numbers."""
-    pl.seed_everything(7, verbose=False)
+    L.seed_everything(7, verbose=False)
     made.fit(module, Resumable() if train is None else train, loader(24), ckpt_path=ckpt_path)
 
 
 def resume(
     ckpt_path: Path | None, *, callbacks: tuple[Callback, ...] = (), training: str = "everything", **settings: Any
-) -> pl.Trainer:
+) -> L.Trainer:
     """Train to the end, from the checkpoint if there is one, as ``runs.resume`` does with fewer tricks."""
     kind, own = TRAININGS[training]
     made = trainer(**{"max_epochs": EPOCHS, "callbacks": [*own(), *callbacks], **settings})
@@ -174,11 +174,11 @@ def resume(
     return made
 
 
-def fresh(kind: type[pl.LightningModule] = Everything) -> Any:
+def fresh(kind: type[L.LightningModule] = Everything) -> Any:
     return build(kind)
 
 
-def outcome(made: pl.Trainer, module: pl.LightningModule) -> dict[str, Any]:
+def outcome(made: L.Trainer, module: L.LightningModule) -> dict[str, Any]:
     """All that must be bit-equal after a fit: weights, averages of both kinds, optimizer, schedule and steps."""
     states = {
         type(each).__name__: each.state_dict()

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
+import lightning as L
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch import Tensor
@@ -54,7 +54,7 @@ class Scheduled(NormNet):
         return lt.cosine(torch.optim.AdamW(self.parameters(), lr=0.03), self, warmup=0.2)
 
 
-def resume(ckpt_path: Path | None, *, callbacks: tuple[Callback, ...] = (), **settings: Any) -> pl.Trainer:
+def resume(ckpt_path: Path | None, *, callbacks: tuple[Callback, ...] = (), **settings: Any) -> L.Trainer:
     """Train to the end, from the checkpoint if there is one."""
     ema = lt.EMA(0.9, every_n_steps=2, start=0.2)
     given = {"max_epochs": 3, "callbacks": [ema, *callbacks], **settings}
@@ -70,7 +70,7 @@ class EveryStep(ModelCheckpoint):
     """
 
     def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         if not trainer.is_last_batch and (batch_idx + 1) % trainer.accumulate_grad_batches == 0:
             super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
@@ -82,7 +82,7 @@ def train(
     *,
     keep: int = -1,
     callbacks: tuple[Callback, ...] = (),
-    trained: Callable[..., pl.Trainer] = resume,
+    trained: Callable[..., L.Trainer] = resume,
     **settings: Any,
 ) -> None:
     """The same, or another training, with checkpoints after every step, for epochs, and at the end."""

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import lightning.pytorch as pl
+import lightning as L
 import pytest
 import torch
 import yaml
@@ -124,7 +124,7 @@ def no_training() -> Iterator[None]:
     def refuse(*_: object, **__: object) -> None:
         raise ValueError("a result is made again")
 
-    with mock.patch.object(pl.Trainer, "fit", refuse):
+    with mock.patch.object(L.Trainer, "fit", refuse):
         yield
 
 

@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
+import lightning as L
 import pytest
 from lightning.pytorch.callbacks import Callback
 
@@ -33,7 +33,7 @@ class Dies(Callback):
         self.hook, self.step = hook, step
         setattr(self, hook, self.die)
 
-    def die(self, trainer: pl.Trainer, *_: Any) -> None:
+    def die(self, trainer: L.Trainer, *_: Any) -> None:
         if trainer.global_step >= self.step:
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -46,9 +46,9 @@ def strategy(engine: str) -> dict[str, Any]:
 def fit(folder: str, engine: str, ckpt_path: Any = None, hook: str = "", step: int = 0, dying: int = -1) -> Any:
     """Weights and averages at the end of a training with everything, on the ranks' own batches."""
     rank, module = int(os.environ["RANK"]), everything.fresh()
-    kept: list[pl.Trainer] = []
+    kept: list[L.Trainer] = []
 
-    def trained(ckpt_path: Any, *, callbacks: tuple[Callback, ...], **settings: Any) -> pl.Trainer:
+    def trained(ckpt_path: Any, *, callbacks: tuple[Callback, ...], **settings: Any) -> L.Trainer:
         first = [Dies(hook, step)] if rank == dying else [Callback()]
         made = trainer(
             **{"max_epochs": everything.EPOCHS, "devices": 2, **settings},

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
+import lightning as L
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -174,7 +174,7 @@ class Saving(Callback):
         self.path, self.full_at, self.goes_on = path, full_at, goes_on
         self.failed: str | None = None
 
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
         if trainer.global_step != self.full_at:
             trainer.save_checkpoint(self.path)
             return

@@ -166,7 +166,7 @@ def test_a_machine_that_is_taken_away_for_good(engine: str, tmp_path: Path) -> N
 
 SCRIPT = """
 import sys, time
-import lightning.pytorch as pl
+import lightning as L
 import lightning_tricks as lt
 from lightning.pytorch.callbacks import Callback
 from tests.nets import PlainNet, build, loader, trainer

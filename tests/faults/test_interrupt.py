@@ -10,7 +10,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
+import lightning as L
 import pytest
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
@@ -96,17 +96,17 @@ class Watch(Callback):
     def __init__(self) -> None:
         self.raw: dict[nn.Parameter, Tensor] = {}
 
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         self.take(pl_module)
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         for optimizer in trainer.optimizers:
             optimizer.register_step_post_hook(lambda *_: self.take(pl_module))
 
-    def take(self, module: pl.LightningModule) -> None:
+    def take(self, module: L.LightningModule) -> None:
         self.raw = {each: each.detach().clone() for each in module.parameters()}
 
-    def check(self, module: pl.LightningModule) -> None:
+    def check(self, module: L.LightningModule) -> None:
         """The module holds the raw weights."""
         named = {each: name for name, each in module.named_parameters()}
         assert self.raw.keys() <= named.keys()
@@ -119,7 +119,7 @@ class Once(Callback):
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
         if trainer.global_step == STEP:
             trainer.save_checkpoint(self.path)
 
@@ -146,7 +146,7 @@ class Training:
             run(self.trainer, self.module, self.loader)
 
 
-def facts(trainer: pl.Trainer, module: pl.LightningModule) -> dict[str, Any]:
+def facts(trainer: L.Trainer, module: L.LightningModule) -> dict[str, Any]:
     """What tricks might leave behind in what is the user's."""
     hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_state_dict_hooks")
     wrapped = {

@@ -9,14 +9,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
+import lightning as L
 import pytest
 
 from tests.faults import everything, runs
 from tests.faults.child import train_in_child
 from tests.faults.runs import differences, load, state, train
 
-TRAININGS: dict[str, Callable[..., pl.Trainer]] = {
+TRAININGS: dict[str, Callable[..., L.Trainer]] = {
     "EMA": runs.resume,
     **{name: partial(everything.resume, training=name) for name in everything.TRAININGS},
 }

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
+import lightning as L
 import pytest
 import torch
 import yaml
@@ -45,7 +45,7 @@ class Infinite(Net):
         return super().training_step(batch, batch_idx) * float("nan")
 
 
-class Preempted(pl.Callback):
+class Preempted(L.Callback):
     """The machine is taken away in the first step."""
 
     def on_before_backward(self, *_: Any) -> None:

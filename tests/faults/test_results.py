@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
+import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
@@ -162,13 +162,13 @@ class FullDisk(Callback):
     def __init__(self, stage: str) -> None:
         self.stage = stage
 
-    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if stage == self.stage:
             signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
             resource.setrlimit(resource.RLIMIT_FSIZE, (10, resource.RLIM_INFINITY))
 
 
-def full_in_fold_1(fold: int, folder: Path) -> pl.Trainer:
+def full_in_fold_1(fold: int, folder: Path) -> L.Trainer:
     return recipes.make_trainer(fold, folder, callbacks=[FullDisk("predict")] if fold == 1 else [])
 
 

@@ -7,7 +7,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
+import lightning as L
 import pytest
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -27,7 +27,7 @@ class Ends(Callback):
         self.step, self.sent = step, False
         setattr(self, hook, self.send)
 
-    def send(self, trainer: pl.Trainer, *_: Any) -> None:
+    def send(self, trainer: L.Trainer, *_: Any) -> None:
         if trainer.global_step >= self.step and not self.sent:
             self.sent = True
             os.kill(os.getpid(), signal.SIGTERM)

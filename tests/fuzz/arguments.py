@@ -16,7 +16,7 @@ from datetime import timedelta
 from functools import cache, partial
 from typing import Any
 
-import lightning.pytorch as pl
+import lightning as L
 import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
@@ -71,7 +71,7 @@ def loss(model: Any, batch: Any) -> torch.Tensor:
 def crossed() -> CrossValidation:
     """A cross-validation whose folds have two checkpoints each."""
 
-    def make_trainer(fold: int, folder: Any) -> pl.Trainer:
+    def make_trainer(fold: int, folder: Any) -> L.Trainer:
         kept = ModelCheckpoint(folder, monitor="val_loss", save_top_k=2)
         return trainer(max_epochs=2, callbacks=[kept], enable_checkpointing=True)
 

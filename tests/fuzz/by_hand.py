@@ -6,7 +6,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import lightning.pytorch as pl
+import lightning as L
 import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -139,7 +139,7 @@ def keeps_hardest(spec: Spec) -> bool:
             return super().training_step(batch, batch_idx)
 
     def test(folder: Path) -> bool:
-        pl.seed_everything(spec.seed, verbose=False)
+        L.seed_everything(spec.seed, verbose=False)
         fit = trainer(callbacks=[lt.HardExampleFilter(0.5)], max_epochs=1, **TRAINERS[spec.trainer])
         fit.fit(Checks(), **data_for(spec))
         assert all(len(ids) == SIZE // 2 for ids in kept)
@@ -220,7 +220,7 @@ def reduces(spec: Spec) -> bool:
     plateau: Any = lambda module: lt.reduce_on_plateau(torch.optim.SGD(module.parameters(), 0.1), module, **settings)  # noqa: E731
 
     def test(folder: Path) -> bool:
-        pl.seed_everything(spec.seed, verbose=False)
+        L.seed_everything(spec.seed, verbose=False)
         fit = trainer(callbacks=[counts], **{"max_epochs": 2, **TRAINERS[spec.trainer]})
         fit.fit(module_of(spec, configure_optimizers=plateau)(), **data_for(spec))
         times = counts.epochs or counts.all

@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-import lightning.pytorch as pl
+import lightning as L
 import numpy as np
 import torch
 from lightning.pytorch.core.hooks import CheckpointHooks, DataHooks, ModelHooks
@@ -26,7 +26,7 @@ _OF_THE_STEP = ("optimizer_step", "optimizer_zero_grad", "backward", "configure_
 _MAKERS = ("configure_callbacks", "configure_optimizers")
 OF_THE_MODULE = (*_hooks(ModelHooks, DataHooks, CheckpointHooks), *_OF_THE_STEP, *_MAKERS)
 OF_THE_DATA = (
-    *(name for name in _hooks(pl.LightningDataModule) if hasattr(DataHooks, name)),
+    *(name for name in _hooks(L.LightningDataModule) if hasattr(DataHooks, name)),
     "state_dict",
     "on_exception",
 )

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
+import lightning as L
 import numpy as np
 import pytest
 import torch
@@ -94,7 +94,7 @@ def network() -> nn.Sequential:
 
 # -- the run in a Trainer ---------------------------------------------------------------------------------------------
 
-TRICKS: dict[str, Callable[[Path], pl.Callback]] = {
+TRICKS: dict[str, Callable[[Path], L.Callback]] = {
     "EMA": lambda _: lt.EMA(0.9),
     "EMA(start=0.5)": lambda _: lt.EMA(0.8, warmup=False, start=0.5),
     "AutoClip": lambda _: lt.AutoClip(10),
@@ -104,7 +104,7 @@ TRICKS: dict[str, Callable[[Path], pl.Callback]] = {
 }
 
 
-class Net(pl.LightningModule):
+class Net(L.LightningModule):
     def __init__(self, schedule: str) -> None:
         super().__init__()
         self.schedule = schedule
@@ -135,7 +135,7 @@ def widened(x: Tensor) -> Tensor:
     return F.pad(x, (0, 6 - x.shape[1]))
 
 
-class Stops(pl.Callback):
+class Stops(L.Callback):
     """Stops a leg after some batches."""
 
     leg = Leg()
@@ -158,16 +158,16 @@ class Planned(Exception):
     """What stops a leg."""
 
 
-class Saves(pl.Callback):
+class Saves(L.Callback):
     """Saves after each optimizer step; the last checkpoint is the one that is resumed."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.step = path, 0
 
-    def on_train_start(self, trainer: pl.Trainer, *_: Any) -> None:
+    def on_train_start(self, trainer: L.Trainer, *_: Any) -> None:
         self.step = trainer.global_step
 
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
         if trainer.global_step != self.step:
             self.step = trainer.global_step
             trainer.save_checkpoint(self.path)

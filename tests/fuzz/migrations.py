@@ -6,13 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import lightning.pytorch as pl
+import lightning as L
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 Body = dict[str, Any]  # methods of a class
-Super = pl.LightningModule
+Super = L.LightningModule
 OLD, NEW, SIDES = "former", "present", (5, 3)  # names of a part, and the shape of its weight, which nothing else has
 
 

@@ -15,13 +15,19 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-import lightning.pytorch as pl
+import lightning as L
 import numpy as np
 import pytorch_lightning
 import torch
 import torch.nn.functional as F
 from hypothesis import strategies as st
-from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler, LambdaCallback, ModelPruning
+from lightning.pytorch.callbacks import (
+    Callback,
+    GradientAccumulationScheduler,
+    LambdaCallback,
+    ModelCheckpoint,
+    ModelPruning,
+)
 from lightning.pytorch.utilities import move_data_to_device
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
@@ -187,7 +193,7 @@ OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
 
 # -- overridden methods -----------------------------------------------------------------------------------------------
 
-Super = pl.LightningModule  # whose methods the overriding ones call
+Super = L.LightningModule  # whose methods the overriding ones call
 
 
 def _step_past(self: Any, epoch: int, batch_idx: int, optimizer: Any, closure: Any = None) -> None:
@@ -477,7 +483,7 @@ CALLBACKS: dict[str, Callable[[], Any]] = {
     "lambda": _step_saved,
     "pruning": lambda: ModelPruning("l1_unstructured", amount=0.3, verbose=0),
     "accumulation": lambda: GradientAccumulationScheduler({0: 1, 1: 2}),
-    "checkpoint": lambda: pl.callbacks.ModelCheckpoint(every_n_train_steps=2, save_weights_only=True),
+    "checkpoint": lambda: ModelCheckpoint(every_n_train_steps=2, save_weights_only=True),
 }
 
 TRAINERS: dict[str, dict[str, Any]] = {
@@ -503,7 +509,7 @@ SEVERAL = ("again", "again with other settings", "resumes", "resumes with other 
 # -- where batches come from ------------------------------------------------------------------------------------------
 
 
-class Data(pl.LightningDataModule):
+class Data(L.LightningDataModule):
     """The loaders of a description; hooks draw numbers and count, and what they count changes the batches."""
 
     spec: Spec
@@ -528,7 +534,7 @@ def _noting(hook: str) -> Callable[..., Any]:
         self.note(hook)
         if hook == "load_state_dict":
             return None
-        made = getattr(pl.LightningDataModule, hook)(self, *args, **kwargs)
+        made = getattr(L.LightningDataModule, hook)(self, *args, **kwargs)
         if hook.endswith("_batch_transfer") and type(made) in (tuple, list) and isinstance(made[0], Tensor):
             return type(made)([made[0] * (1 + 0.01 * self.seen[hook]), *made[1:]])
         return made
@@ -548,7 +554,7 @@ DATA = ("loader", "datamodule", "of the module", "stream")
 # -- the module -------------------------------------------------------------------------------------------------------
 
 
-class Generated(pl.LightningModule):
+class Generated(L.LightningModule):
     """A module as its description says; a subclass has the description, and the methods that are overridden."""
 
     spec: Spec

@@ -10,7 +10,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import lightning.pytorch as pl
+import lightning as L
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -88,7 +88,7 @@ def fitted(
         stepped = {id(weight) for group in optimizer.param_groups for weight in group["params"]}
         made += any(id(weight) in stepped for weight in module.parameters())  # else it is a trial on other weights
 
-    pl.seed_everything(spec.seed, verbose=False)
+    L.seed_everything(spec.seed, verbose=False)
     mixed = replace(trick, chunk=None).module(module_of(spec, **attributes), "off")
     if trick.chunk:
         mixed = type("Net", (lt.GradCacheMixin, mixed), {"chunk": trick.chunk["off"]})

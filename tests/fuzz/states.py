@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import lightning.pytorch as pl
+import lightning as L
 import numpy as np
 import torch
 from multidict import MultiDict
@@ -103,7 +103,7 @@ def _hidden_state(value: Any) -> Any:
     return None
 
 
-_OF_A_MODULE = {*vars(pl.LightningModule()), "_sam"} - {"training", "_buffers", "_parameters", "_modules"}
+_OF_A_MODULE = {*vars(L.LightningModule()), "_sam"} - {"training", "_buffers", "_parameters", "_modules"}
 
 
 # -- classes of users -------------------------------------------------------------------------------------------------

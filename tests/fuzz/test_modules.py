@@ -9,7 +9,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 from zlib import crc32
 
-import lightning.pytorch as pl
+import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
@@ -107,7 +107,7 @@ def stopped_in_time() -> Iterator[None]:
         counting.remove()
 
 
-GUARDS: dict[str, Callable[[], pl.Callback]] = {
+GUARDS: dict[str, Callable[[], L.Callback]] = {
     "SkipNonFinite": lambda: lt.SkipNonFinite(max_consecutive=99),
     "RewindOnSpike": lambda: lt.RewindOnSpike(every_n_steps=1),
     "TerminateOnNonFinite": lt.TerminateOnNonFinite,
@@ -118,7 +118,7 @@ GUARDS: dict[str, Callable[[], pl.Callback]] = {
 @given(spec=specs(), name=st.sampled_from(sorted(GUARDS)))
 def test_a_guard_keeps_weights_finite_or_is_refused_in_time(spec: Spec, name: str) -> None:
     with TemporaryDirectory() as folder, stopped_in_time():
-        pl.seed_everything(spec.seed, verbose=False)
+        L.seed_everything(spec.seed, verbose=False)
         module = module_of(spec)()
         guarded = trainer(callbacks=[GUARDS[name]()], default_root_dir=folder, max_epochs=1)
         with suppress(FloatingPointError, RuntimeError):
@@ -129,7 +129,7 @@ def test_a_guard_keeps_weights_finite_or_is_refused_in_time(spec: Spec, name: st
         assert not off, f"{name} with {spec}: {off} are not finite"
 
 
-class Pixels(pl.LightningModule):
+class Pixels(L.LightningModule):
     """Labels every pixel by itself, and rightly."""
 
     def __init__(self, form: str, batch: str) -> None:
@@ -166,7 +166,7 @@ def test_pasted_pixels_keep_their_labels(batch: str, form: str) -> None:
     images = F.one_hot(labels, CLASSES).movedim(-1, 1).float()
     train = DataLoader(range(8), 8, collate_fn=lambda ids: BATCHES[batch][0](images[ids], MASKS[form](labels[ids])))
     module = Pixels(form, batch)
-    pl.seed_everything(1, verbose=False)
+    L.seed_everything(1, verbose=False)
     with stopped_in_time():
         trainer(callbacks=[lt.CutMix()], max_epochs=4).fit(module, train)
         assert max(module.losses) < 1e-3, module.losses

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
-import lightning.pytorch as pl
+import lightning as L
 from lightning.pytorch.callbacks import Callback
 from torch.nn.parameter import is_lazy
 
@@ -36,7 +36,7 @@ class Seeded(Callback):
     """Draws anew from here on: LoRA has drawn its adapters."""
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        pl.seed_everything(1, verbose=False)
+        L.seed_everything(1, verbose=False)
 
 
 class Converts(Callback):

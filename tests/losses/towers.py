@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-import lightning.pytorch as pl
+import lightning as L
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import Callback
@@ -20,7 +20,7 @@ SIZES = {"even": {1: [12], 2: [6, 6], 4: [3, 3, 3, 3]}, "uneven": {1: [12], 2: [
 Gradients = dict[str, Tensor]
 
 
-class Towers(pl.LightningModule):
+class Towers(L.LightningModule):
     """The loss of CLIP with its learned scale, as its users write it."""
 
     def __init__(self) -> None:
@@ -82,7 +82,7 @@ def step(module: Any, batches: list[Any], **settings: Any) -> Kept:
     kept = Kept()
     settings["callbacks"] = [kept, *settings.get("callbacks", [])]
     fitted = trainer(max_epochs=1, use_distributed_sampler=False, **settings)
-    pl.seed_everything(7, verbose=False)
+    L.seed_everything(7, verbose=False)
     fitted.fit(module, DataLoader(batches, batch_size=None))
     return kept
 

@@ -7,7 +7,7 @@ import pickle
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
+import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
@@ -134,7 +134,7 @@ def test_compiled_and_exported_networks_blur() -> None:
     torch.testing.assert_close(torch.export.export(model, (x,)).module()(x), model(x))
 
 
-class Images(pl.LightningModule):
+class Images(L.LightningModule):
     """Blurs by its constructor, or in the hook named."""
 
     def __init__(self, when: str = "__init__", whole: bool = False, change: str = "blur") -> None:

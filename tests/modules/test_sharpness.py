@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-import lightning.pytorch as pl
+import lightning as L
 import matplotlib.pyplot as plt
 import numpy
 import pytest
@@ -391,7 +391,7 @@ def test_an_exception_leaves_no_casts_of_moved_weights() -> None:
 
 def test_it_works_in_a_hook_of_a_fit_and_changes_nothing_in_it() -> None:
     class Measure(Callback):
-        def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
             found.append(sharpness(pl_module, loader(), cross_entropy, iterations=2, points=3))
 
     found: list[Sharpness] = []

@@ -6,7 +6,7 @@ import os
 import sys
 from typing import Any
 
-import lightning.pytorch as pl
+import lightning as L
 import pytest
 import torch
 from lightning.pytorch.plugins import MixedPrecision
@@ -161,6 +161,6 @@ def test_deepspeeds_trains_as_torchs_where_states_are_offloaded() -> None:
     ("name", "expected"), [("zero2_bf16", "FusedAdam"), ("zero2_offload_bf16", "DeepSpeedCPUAdam")]
 )
 def test_on_cuda_deepspeed_has_its_own(name: str, expected: str) -> None:
-    module: pl.LightningModule = build(Ours)
+    module: L.LightningModule = build(Ours)
     module.trainer = trainer(strategy=name, accelerator="cuda")
     assert type(adamw(module, **SETTINGS)).__name__ == expected

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
+import lightning as L
 import pytest
 import timm
 import torch
@@ -165,7 +165,7 @@ def on_ranks(case: tuple[str, str], folder: Path) -> Any:
     engine, _, how = engine.partition("_")
     torch.compiler.set_stance("force_eager")
 
-    def run(**more: Any) -> tuple[Three, pl.Trainer]:
+    def run(**more: Any) -> tuple[Three, L.Trainer]:
         settings = {"strategy": "ddp"} if engine == "ddp" else lt.preset(STRATEGIES[engine], precision="32-true")
         again = trainer(devices=2, callbacks=callbacks(name), use_distributed_sampler=False, **settings, **more)
         return build(Three, name=name, bare=how == "bare"), again
@@ -666,10 +666,10 @@ def test_states_of_the_library_are_the_named_optimizers_from_then_on() -> None:
         lt.optimizer("adamw", module, 0.1).load_state_dict(made.state_dict())
 
 
-class Restores(pl.Callback):
+class Restores(L.Callback):
     """Takes a snapshot, goes on for three steps, restores it."""
 
-    def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
+    def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, *_: Any) -> None:
         (made,), step = trainer.optimizers, trainer.global_step
         if step == 7:
             self.snapshot, self.before = Snapshot(trainer, module), copy.deepcopy(made.state_dict())

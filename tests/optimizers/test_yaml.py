@@ -8,7 +8,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import lightning.pytorch as pl
+import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
@@ -39,7 +39,7 @@ MADE: list[Callable[[Any], Any]] = [
 ]
 
 
-class Reads(pl.LightningModule):
+class Reads(L.LightningModule):
     """What the page leaves out of a module."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -81,7 +81,7 @@ def cli(config: dict[str, Any], folder: Path, monkeypatch: pytest.MonkeyPatch) -
     (folder / "config.yaml").write_text(yaml.safe_dump({**config, "trainer": settings, "seed_everything": 3}))
     monkeypatch.setattr("sys.argv", ["fit.py", "--config", str(folder / "config.yaml")])
     read = LightningCLI(save_config_callback=None, run=False)
-    pl.seed_everything(7, verbose=False)
+    L.seed_everything(7, verbose=False)
     read.trainer.fit(read.model, loader())
     return read
 
@@ -93,10 +93,10 @@ def test_the_files_of_the_page_train_as_the_same_in_python(
     assert len(FILES) == len(MADE)
     monkeypatch.setitem(sys.modules, "my_project", project())
     read = cli(FILES[number], tmp_path, monkeypatch)
-    pl.seed_everything(3, verbose=False)
+    L.seed_everything(3, verbose=False)
     same = type("Same", (Bare,), {"configure_optimizers": MADE[number]})()
     run = trainer()
-    pl.seed_everything(7, verbose=False)
+    L.seed_everything(7, verbose=False)
     run.fit(same, loader())
     assert_equal(weights(read.model), weights(same))
     assert type(read.trainer.optimizers[0]) is type(run.optimizers[0])

@@ -55,7 +55,7 @@ def run_slice(folder: str, names: Sequence[str]) -> list[str]:
         def pytest_runtest_call(self, item: pytest.Function) -> None:
             functions = filter(inspect.isfunction, vars(item.module).values())
             ours = next(each for each in functions if each.__module__ == "tests.nets")
-            found.append(f"{item.nodeid} {ours.__globals__['pl'].__name__}")
+            found.append(f"{item.nodeid} {ours.__globals__['L'].__name__}")
 
     load_tests_again()
     os.chdir(SOURCE.parent)
@@ -74,7 +74,7 @@ def preset_and_apart() -> str:
     load_tests_again()
     tests = import_module("tests.conformance.test_presets")
     tests.preset_and_apart({"accumulate_grad_batches": 2, "gradient_clip_val": 0.1})
-    return tests.pl.__name__
+    return tests.L.__name__
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ import sys
 import traceback
 from pathlib import Path
 
-import lightning.pytorch as pl
+import lightning as L
 import pytest
 import pytorch_lightning as others
 
@@ -61,7 +61,7 @@ def test_a_name_is_another_object_of_the_same_source_and_signature(name: str) ->
 
 def test_classes_are_those_of_the_other_lightning() -> None:
     assert issubclass(olt.EMA, others.Callback)
-    assert not issubclass(olt.EMA, pl.Callback)
+    assert not issubclass(olt.EMA, L.Callback)
     assert issubclass(olt.DDPPreset, others.strategies.DDPStrategy)
     assert {row["name"] for row in olt.presets()} <= set(others.strategies.StrategyRegistry)
 

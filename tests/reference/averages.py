@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import lightning.pytorch as pl
+import lightning as L
 import torch
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
@@ -18,15 +18,15 @@ class NaiveEMA(Callback):
         self.average: dict[str, Tensor] = {}
         self.updates = self.steps = self.seen = 0
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self.seen = trainer.global_step
         if self.start == 0:
             self.begin(pl_module)
 
-    def begin(self, pl_module: pl.LightningModule) -> None:
+    def begin(self, pl_module: L.LightningModule) -> None:
         self.average = {name: p.detach().double().clone() for name, p in pl_module.named_parameters()}
 
-    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
         if trainer.global_step == self.seen:
             return
         self.seen = trainer.global_step

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import lightning.pytorch as pl
+import lightning as L
 import torch
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
@@ -18,7 +18,7 @@ class NaiveSWA(Callback):
         self.weights: dict[int, dict[str, Tensor]] = {}
         self.epoch_ends: list[int] = []
 
-    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
         if trainer.global_step not in self.weights:
             named = pl_module.named_parameters()
             self.weights[trainer.global_step] = {name: p.detach().double().clone() for name, p in named}

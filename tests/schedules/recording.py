@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
+import lightning as L
 import pytest
 import torch
 from torch import Tensor
@@ -68,7 +68,7 @@ class RecordingSGD(torch.optim.SGD):
         return super().step(closure)
 
 
-class Tiny(pl.LightningModule):
+class Tiny(L.LightningModule):
     """One weight; ``schedule(optimizer, module)`` gives what configure_optimizers returns."""
 
     def __init__(self, schedule: Callable[..., Any] = lambda optimizer, module: optimizer, lr: float = 1.0) -> None:
@@ -89,13 +89,13 @@ def ones(batches: int, **settings: Any) -> DataLoader[tuple[Tensor, ...]]:
     return DataLoader(TensorDataset(torch.full((batches, 1), 0.1)), **settings)
 
 
-class SaveEveryStep(pl.Callback):
+class SaveEveryStep(L.Callback):
     """Keeps a checkpoint of every optimizer step, ``N.ckpt``."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
-    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
         path = self.folder / f"{trainer.global_step}.ckpt"
         if trainer.global_step and not path.exists():
             trainer.save_checkpoint(path)

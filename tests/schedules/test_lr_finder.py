@@ -12,7 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import lightning.pytorch as pl
+import lightning as L
 import matplotlib as mpl
 import pytest
 import torch
@@ -508,7 +508,7 @@ def test_a_fit_in_progress_is_refused() -> None:
 # -- the sweep: several ranks -----------------------------------------------------------------------------------------
 
 
-def swept(run: pl.Trainer, module: Any) -> tuple[Any, dict[str, Any]]:
+def swept(run: L.Trainer, module: Any) -> tuple[Any, dict[str, Any]]:
     before = weights(module)
     result = find_lr(run, module, rank_loader(), steps=30, max_lr=10.0)
     after = weights(module)
@@ -542,7 +542,7 @@ class Sharded(PlainNet):
 
 
 def sharded(fails: bool = False) -> dict[str, Any]:
-    def run() -> pl.Trainer:
+    def run() -> L.Trainer:
         strategy = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
         return trainer(strategy=strategy, devices=2, use_distributed_sampler=False)
 

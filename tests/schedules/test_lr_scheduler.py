@@ -8,7 +8,7 @@ from inspect import signature
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
+import lightning as L
 import pytest
 import torch
 from hydra.utils import instantiate
@@ -53,7 +53,7 @@ def from_hydra(name: str, **settings: Any) -> Template:
     return instantiate(OmegaConf.create(config))
 
 
-def lrs(module: pl.LightningModule, **settings: Any) -> list[float]:
+def lrs(module: L.LightningModule, **settings: Any) -> list[float]:
     run = trainer(**{"max_epochs": 3, **settings})
     run.fit(module, ones(10), ones(2) if isinstance(module, Template) else None)
     return run.optimizers[0].lrs
@@ -97,7 +97,7 @@ def test_a_plateau_is_stepped_by_validations_with_the_metric_of_the_dictionary()
 def test_it_goes_on_where_the_checkpoint_was(tmp_path: Path):
     whole = lrs(from_hydra("cosine", warmup=0.2))
 
-    class Stop(pl.Callback):
+    class Stop(L.Callback):
         def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
             if trainer.global_step == 14:
                 trainer.save_checkpoint(tmp_path / "mid.ckpt")

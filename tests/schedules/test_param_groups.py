@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import lightning.pytorch as pl
+import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
@@ -96,7 +96,7 @@ def test_frozen_layers_keep_their_depth():
     }
 
 
-class Holds(pl.LightningModule):
+class Holds(L.LightningModule):
     def __init__(self, **held: Any) -> None:
         super().__init__()
         for name, module in held.items():
@@ -535,11 +535,11 @@ def test_each_group_trains_at_its_own_rate_under_a_schedule():
     assert_close(weights(module), weights(by_hand(build(Decayed), run.global_step)), 1e-6)
 
 
-class Recorder(pl.Callback):
+class Recorder(L.Callback):
     def __init__(self) -> None:
         self.rates: list[dict[str, float]] = []
 
-    def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
+    def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Any) -> None:
         self.rates.append({group["name"]: group["lr"] for group in optimizer.param_groups})
 
 

@@ -12,24 +12,24 @@ import pytest
 import lightning_tricks
 
 USER = """
-import lightning.pytorch as pl
+import lightning as L
 import torch
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 
 import lightning_tricks as lt
 
 
-class Cosine(pl.LightningModule):
+class Cosine(L.LightningModule):
     def configure_optimizers(self) -> OptimizerLRScheduler:
         return lt.cosine(torch.optim.AdamW(self.parameters(), 1e-3), self, warmup=0.1)
 
 
-class Tail(pl.LightningModule):
+class Tail(L.LightningModule):
     def configure_optimizers(self) -> OptimizerLRScheduler:
         return lt.swa_tail(lt.wsd(torch.optim.AdamW(self.parameters(), 1e-3), self), swa_lr=1e-4)
 
 
-class Plateau(pl.LightningModule):
+class Plateau(L.LightningModule):
     def configure_optimizers(self) -> OptimizerLRScheduler:
         return lt.reduce_on_plateau(torch.optim.AdamW(self.parameters(), 1e-3), self, monitor="val_loss")
 """

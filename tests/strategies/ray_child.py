@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
+import lightning as L
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
 
@@ -25,7 +25,7 @@ class FailOnce(Callback):
     def __init__(self, folder: str, name: str) -> None:
         self.note, self.killed = Path(folder, f"failed-{name}"), name != "failed"
 
-    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
         if trainer.current_epoch == 1 and trainer.global_rank == 1 and not self.note.exists():
             self.note.touch()
             if self.killed:
@@ -43,7 +43,7 @@ def failing(options: dict[str, Any]) -> None:
 
     original = lt.ray_trainer
 
-    def watched(*args: Any, **arguments: Any) -> pl.Trainer:
+    def watched(*args: Any, **arguments: Any) -> L.Trainer:
         arguments["callbacks"].append(FailOnce(options["storage"], options["name"]))
         trainer = original(*args, **arguments)
         facts = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-import lightning.pytorch as pl
+import lightning as L
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -140,7 +140,7 @@ def local_bytes(tensors: Any) -> int:
     return sum((t.to_local() if isinstance(t, DTensor) else t).nbytes for t in tensors)
 
 
-def two(kind: type[PlainNet], arguments: dict[str, Any] | None = None, **settings: Any) -> tuple[Any, pl.Trainer]:
+def two(kind: type[PlainNet], arguments: dict[str, Any] | None = None, **settings: Any) -> tuple[Any, L.Trainer]:
     """Fit a module on this rank and another by the preset with these arguments, or by another strategy."""
     strategy = lt.preset("fsdp2_bf16", **{"precision": "32-true", **(arguments or {})})
     module = build(kind)
@@ -148,13 +148,13 @@ def two(kind: type[PlainNet], arguments: dict[str, Any] | None = None, **setting
     return module, fit(module, **{**data, **strategy, **settings})
 
 
-def one(kind: type[PlainNet], **settings: Any) -> tuple[Any, pl.Trainer]:
+def one(kind: type[PlainNet], **settings: Any) -> tuple[Any, L.Trainer]:
     """Fit a module in one process on the batches of both ranks together."""
     module = build(kind)
     return module, fit(module, **{"train": loader(48, 16), **settings})
 
 
-def evaluated(run: pl.Trainer, module: pl.LightningModule, path: Any = None) -> dict[str, Any]:
+def evaluated(run: L.Trainer, module: L.LightningModule, path: Any = None) -> dict[str, Any]:
     """All ranks see all data, so that each result is that of one process."""
     scores = {
         **run.validate(module, loader(24), verbose=False, ckpt_path=path)[0],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import lightning.pytorch as pl
+import lightning as L
 import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
@@ -39,7 +39,7 @@ class Spy(PlainNet):
             }
 
 
-def facts(run: pl.Trainer, module: Spy) -> dict[str, Any]:
+def facts(run: L.Trainer, module: Spy) -> dict[str, Any]:
     """What two fits must have in common if they were set up the same."""
     return {
         "strategy": type(run.strategy).__name__,

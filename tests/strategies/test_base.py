@@ -8,7 +8,7 @@ from copy import copy, deepcopy
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
+import lightning as L
 import pytest
 import torch
 from lightning.pytorch.plugins import MixedPrecision
@@ -141,7 +141,7 @@ def test_training_is_that_of_lightnings_own_bf16() -> None:
     fit(ours, strategy="single_bf16")
     fit(theirs, precision="bf16-mixed")
     assert_equal(weights(ours), weights(theirs))
-    in_fp32: pl.LightningModule = build(Spy)
+    in_fp32: L.LightningModule = build(Spy)
     fit(in_fp32)
     assert not torch.equal(weights(ours)["layers.0.weight"], weights(in_fp32)["layers.0.weight"])
 

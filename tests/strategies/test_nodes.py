@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
+import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
@@ -63,7 +63,7 @@ class Watching(Callback):
     def __init__(self) -> None:
         self.steps: list[Tensor] = []
 
-    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
         self.steps.append(pl_module.layers[0].weight.detach().clone())
 
 
@@ -209,5 +209,5 @@ def test_the_page_names_what_there_is() -> None:
     names = set(re.findall(r"\b(?:single|ddp|fsdp2|zero\d)_\w+", page))
     assert names <= {row["name"] for row in lt.presets()}
     options = set(re.findall(r"--trainer\.(\w+)", page))
-    assert options <= set(inspect.signature(pl.Trainer).parameters)
+    assert options <= set(inspect.signature(L.Trainer).parameters)
     assert len(page.splitlines()) <= 180

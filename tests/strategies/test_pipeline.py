@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
+import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -31,7 +31,7 @@ OPTIMIZERS: dict[str, Any] = {
 def recipe(optimizer: str, schedule: Any = Schedule1F1B, samples: int = 4) -> Any:
     """The class of the page."""
     (block,) = [block for block in blocks(DOCS / "scaling.md", "python") if "PipelineStage" in block]
-    names: dict[str, Any] = {"torch": torch, "L": pl, "lt": lt}
+    names: dict[str, Any] = {"torch": torch, "L": L, "lt": lt}
     exec(block, names)
     make = OPTIMIZERS[optimizer]
     body = {"configure_optimizers": lambda module: make(module.parameters()), "schedule": schedule, "max_norm": CLIP}
@@ -44,7 +44,7 @@ class Alone(PlainNet):
     optimizer = "sgd"
 
     def __init__(self) -> None:
-        pl.LightningModule.__init__(self)
+        L.LightningModule.__init__(self)
         first, *inner, last = [nn.Linear(8, 16), nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 2)]
         self.layers = nn.Sequential(first, nn.Tanh(), inner[0], nn.Tanh(), inner[1], nn.Tanh(), last)
 

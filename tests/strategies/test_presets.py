@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
+import lightning as L
 import pytest
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.strategies import (
@@ -39,7 +39,7 @@ QUIET = """
 def fit_from_yaml(config: str) -> dict[str, Any]:
     cli = LightningCLI(Spy, args=["--config", config], run=False, save_config_callback=None)
     module = build(Spy)
-    pl.seed_everything(7, verbose=False)  # as ``fit`` does; a DistributedSampler takes its seed from here
+    L.seed_everything(7, verbose=False)  # as ``fit`` does; a DistributedSampler takes its seed from here
     cli.trainer.fit(module, loader(), loader(24))
     return facts(cli.trainer, module)
 

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
+import lightning as L
 import pytest
 import torch
 
@@ -69,8 +69,8 @@ with_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="n
 
 
 def without_ray(path: str) -> None:
-    pl.seed_everything(0)
-    run = pl.Trainer(**{**quiet, "devices": 2, "max_epochs": -1, "max_steps": STEPS, "strategy": "ddp_bf16"})
+    L.seed_everything(0)
+    run = L.Trainer(**{**quiet, "devices": 2, "max_epochs": -1, "max_steps": STEPS, "strategy": "ddp_bf16"})
     run.fit(Digits(), datamodule=DigitsData(batch_size=32))
     run.save_checkpoint(path)
 
@@ -134,8 +134,8 @@ def test_a_sharded_run_whose_worker_was_killed_goes_on(
 @pytest.mark.slow
 @with_ray
 def test_one_worker_is_one_device(in_workers: dict[str, Any]) -> None:
-    pl.seed_everything(0)
-    run = pl.Trainer(**{**quiet, "max_epochs": -1, "max_steps": STEPS, "strategy": "single_bf16"})
+    L.seed_everything(0)
+    run = L.Trainer(**{**quiet, "max_epochs": -1, "max_steps": STEPS, "strategy": "single_bf16"})
     module = Digits()
     run.fit(module, datamodule=DigitsData(batch_size=32))
     found = torch.load(in_workers["alone"], weights_only=True)

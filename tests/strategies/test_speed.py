@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import lightning.pytorch as pl
+import lightning as L
 import pytest
 import torch
 
@@ -25,7 +25,7 @@ def _as_before() -> Iterator[None]:
 @pytest.mark.parametrize("benchmark", [True, False])
 def test_torch_and_trainer_are_set(matmul: Any, benchmark: bool) -> None:
     arguments = lt.speed_preset(matmul, cudnn_benchmark=benchmark)
-    run = pl.Trainer(**{**quiet, **arguments})
+    run = L.Trainer(**{**quiet, **arguments})
     assert torch.get_float32_matmul_precision() == matmul
     assert torch.backends.cudnn.benchmark == benchmark
     assert run.progress_bar_callback is None
@@ -36,8 +36,8 @@ def test_it_trains_the_same() -> None:
     ended, metrics = [], []
     for arguments in ({}, lt.speed_preset("highest")):
         module = build()
-        run = pl.Trainer(**{**quiet, **arguments})
-        pl.seed_everything(7, verbose=False)
+        run = L.Trainer(**{**quiet, **arguments})
+        L.seed_everything(7, verbose=False)
         run.fit(module, loader(), loader(24))
         ended.append(weights(module))
         metrics.append(run.callback_metrics)

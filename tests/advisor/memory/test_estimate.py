@@ -8,7 +8,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
+import lightning as L
 import numpy as np
 import pytest
 import torch
@@ -374,7 +374,7 @@ class Attached(Net):
         return super().training_step(batch, batch_idx) * self.trainer.max_epochs
 
 
-class Manual(pl.LightningModule):
+class Manual(L.LightningModule):
     def __init__(self) -> None:
         super().__init__()
         self.automatic_optimization = False

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import lightning.pytorch as pl
+import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
@@ -30,7 +30,7 @@ TOKENS, SAMPLES = 32, 8
 WIDTH = 96  # of no batch
 
 
-class Llama(pl.LightningModule):
+class Llama(L.LightningModule):
     """Large enough for its activations to be seen beside what a Trainer allocates."""
 
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ class Llama(pl.LightningModule):
 class Meter(Callback):
     """Bytes of the second step: what lasts, and the peaks before and in the optimizer's step."""
 
-    def on_train_batch_start(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Tensor, number: int) -> None:
+    def on_train_batch_start(self, trainer: L.Trainer, module: L.LightningModule, batch: Tensor, number: int) -> None:
         states = [t for state in trainer.optimizers[0].state.values() for t in state.values() if t.ndim]
         gradients = [p.grad for p in module.parameters() if p.grad is not None]
         self.found = {
@@ -65,7 +65,7 @@ class Meter(Callback):
             self.profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
             self.profiler.start()
 
-    def on_before_optimizer_step(self, trainer: pl.Trainer, module: pl.LightningModule, optimizer: Any) -> None:
+    def on_before_optimizer_step(self, trainer: L.Trainer, module: L.LightningModule, optimizer: Any) -> None:
         if trainer.global_step == 1:
             self.profiler.stop()
             recorded: Any = self.profiler.profiler
@@ -117,7 +117,7 @@ def test_a_process_takes_what_was_estimated(nodes: int) -> None:
             assert 0.98 * found["total"] <= estimate.total <= 1.2 * found["total"]
 
 
-class Heavy(pl.LightningModule):
+class Heavy(L.LightningModule):
     """Five blocks with many weights; counts the 16-bit copies of weights that autograd keeps for the backward pass."""
 
     def __init__(self) -> None:

@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import lightning.pytorch as pl
+import lightning as L
 import numpy as np
 import pytest
 import torch
@@ -46,22 +46,22 @@ MEAN, VARIANCE = "layers.1.running_mean", "layers.1.running_var"
 class Recalibrate(Callback):
     """Takes the statistics where SWA does, and what ``probe`` returns before and after."""
 
-    def __init__(self, *, at_train_end: bool = False, probe: Callable[[pl.Trainer, Any], Any] | None = None) -> None:
+    def __init__(self, *, at_train_end: bool = False, probe: Callable[[L.Trainer, Any], Any] | None = None) -> None:
         self.at_train_end, self.probe = at_train_end, probe
         self.found: dict[str, Tensor] = {}
         self.seen: list[Any] = []
 
-    def take(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def take(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self.seen = [self.probe(trainer, pl_module)] if self.probe else []
         self.found = recalibrate(trainer, pl_module)
         self.seen += [self.probe(trainer, pl_module)] if self.probe else []
 
-    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
         last = trainer.is_last_batch and trainer.current_epoch + 1 == trainer.max_epochs
         if (last or trainer.global_step == trainer.max_steps) and not self.at_train_end:
             self.take(trainer, pl_module)
 
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self.at_train_end:
             self.take(trainer, pl_module)
 
@@ -168,7 +168,7 @@ def test_a_loader_that_can_be_read_only_once_is_an_error_that_names_the_remedy()
 
 
 def test_batches_go_through_the_hooks_of_the_data_module_and_the_precision() -> None:
-    class Data(pl.LightningDataModule):
+    class Data(L.LightningDataModule):
         def train_dataloader(self) -> Any:
             return loader()
 
@@ -183,7 +183,7 @@ def test_batches_go_through_the_hooks_of_the_data_module_and_the_precision() -> 
             return batch[0] * 2, batch[1]
 
     callback, module = Recalibrate(), build(NormNet)
-    run = pl.Trainer(
+    run = L.Trainer(
         accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False, max_epochs=1,
         enable_model_summary=False, precision="64-true", callbacks=[callback], num_sanity_val_steps=0,
     )  # fmt: skip
@@ -326,7 +326,7 @@ class Busy(Net):
         return loss
 
 
-def snapshot(trainer: pl.Trainer, module: Any) -> dict[str, Any]:
+def snapshot(trainer: L.Trainer, module: Any) -> dict[str, Any]:
     """Everything that somebody could notice."""
     loop, shuffled = trainer.fit_loop, trainer.train_dataloader.generator
     return {
@@ -378,7 +378,7 @@ def test_nothing_has_moved_afterwards(on: str, tmp_path: Any) -> None:
 @everywhere
 def test_training_that_goes_on_elsewhere_is_as_without(on: str) -> None:
     class Last(Callback):
-        def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
             drawn = torch.rand(2).tolist(), torch.rand(2, device=trainer.strategy.root_device).tolist()
             numbers.append((*drawn, random.random(), np.random.rand()))
 
@@ -400,7 +400,7 @@ def test_no_hooks_run_but_those_of_batch_transfer() -> None:
     own = {"on_train_batch_end", "on_train_end", "state_key"}
     hooks = [name for name in vars(Callback) if name.startswith(("on_", "setup", "teardown")) and name not in own]
     spy = type("Spy", (Callback,), {name: noting(name) for name in hooks})()
-    of_module = [name for name in dir(pl.LightningModule) if name.startswith("on_") and "checkpoint" not in name]
+    of_module = [name for name in dir(L.LightningModule) if name.startswith("on_") and "checkpoint" not in name]
     transfer = {"on_before_batch_transfer", "on_after_batch_transfer", "on_gpu"}
     watched = type("Watched", (NormNet,), {n: noting(f"module.{n}") for n in of_module if n not in transfer})
     callback = Recalibrate(probe=lambda *_: len(ran))
@@ -457,7 +457,7 @@ def test_worker_processes_serve_the_pass_and_the_next_fit_and_end(persistent: bo
 
 def rank_statistics() -> Any:
     class Uneven(Callback):
-        def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
+        def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, *_: Any) -> None:
             if trainer.is_last_batch and pl_module.layers[1].running_mean is not None:
                 own.append(pl_module.layers[1].running_mean.clone())
 
@@ -493,7 +493,7 @@ class Quiet(Recalibrate):
         super().__init__()
         self.there = there
 
-    def take(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def take(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         with self.there.waits(at_most=1):  # which layers were called
             super().take(trainer, pl_module)
 
@@ -526,7 +526,7 @@ class Wrapped(Callback):
     def __init__(self) -> None:
         self.seen: list[bool] = []
 
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
         self.seen.append("training_step" in vars(trainer.strategy))
 
 

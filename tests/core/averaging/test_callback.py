@@ -6,7 +6,7 @@ import sys
 from functools import partial
 from typing import Any
 
-import lightning.pytorch as pl
+import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, ModelPruning
@@ -28,7 +28,7 @@ class Mean(AveragingCallback):
     buffers = "copy"
     device = None
 
-    def _update(self, trainer: pl.Trainer, averages: Averages) -> None:
+    def _update(self, trainer: L.Trainer, averages: Averages) -> None:
         averages.lerp(1 / (averages.updates + 2))
 
 
@@ -36,10 +36,10 @@ class Record(Callback):
     def __init__(self) -> None:
         self.seen: list[dict[str, torch.Tensor]] = []
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self.seen.append(weights(pl_module))
 
-    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
         self.seen.append(weights(pl_module))
 
 
@@ -89,7 +89,7 @@ def test_a_resumed_fit_goes_on_with_the_average_of_drawn_weights(tmp_path: Any) 
 
 def test_a_checkpoint_from_before_the_first_step_resumes_exactly(tmp_path: Any) -> None:
     class Save(Callback):
-        def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+        def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
             if trainer.global_step == 0:
                 trainer.save_checkpoint(tmp_path / "x.ckpt")
 
@@ -148,13 +148,13 @@ def test_in_manual_optimization_it_begins_before_the_step() -> None:
 
 
 class Renames(Callback):
-    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: Any) -> None:
         if trainer.current_epoch == 2:
             parametrize.register_parametrization(pl_module.layers[0], "weight", nn.Identity())
 
 
 class Unfreezes(Callback):
-    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: Any) -> None:
         pl_module.layers[0].requires_grad_(trainer.current_epoch >= 2)
 
 
@@ -267,7 +267,7 @@ def test_callbacks_may_have_any_state_key(tmp_path: Any) -> None:
     first.save_checkpoint(tmp_path / "a.ckpt")
     checkpoint = torch.load(tmp_path / "a.ckpt", weights_only=False)
     assert OldKey in checkpoint["callbacks"]
-    second = pl.Trainer(
+    second = L.Trainer(
         accelerator="cpu", max_epochs=2, logger=False, enable_checkpointing=False, callbacks=[OldKey(), lt.EMA(0.8)]
     )
     second.fit(build(NormNet), loader(), loader(24), ckpt_path=tmp_path / "a.ckpt", weights_only=False)

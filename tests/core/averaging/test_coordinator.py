@@ -7,7 +7,7 @@ import weakref
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
+import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
@@ -22,12 +22,12 @@ from tests.nets import NormNet, PlainNet, assert_equal, build, fit, loader, rank
 from tests.ranks import run_ranks
 
 
-def go_on(run: pl.Trainer, module: pl.LightningModule) -> None:
+def go_on(run: L.Trainer, module: L.LightningModule) -> None:
     run.fit_loop.max_epochs += 1
     run.fit(module, loader(), loader(24))
 
 
-def saved(run: pl.Trainer, path: Path) -> Any:
+def saved(run: L.Trainer, path: Path) -> Any:
     run.save_checkpoint(path)
     return torch.load(path, weights_only=True)["callbacks"]
 
@@ -71,7 +71,7 @@ def test_a_checkpoint_that_was_loaded_is_not_kept_while_training(tmp_path: Path)
     kept = []
 
     class Look(Callback):
-        def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
             kept.append(coordinator_of(trainer).file)
 
     tricks = [lt.PostHocEMA(tmp_path, every_n_steps=2), Look()]
@@ -83,12 +83,12 @@ def test_a_checkpoint_that_was_loaded_is_not_kept_while_training(tmp_path: Path)
 
 def test_after_an_exception_each_average_is_completed_whatever_another_one_raises() -> None:
     class Stop(Callback):
-        def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
             if trainer.global_step == 2:
                 raise KeyError("the user's own")  # the averages have not seen the second step yet
 
     class Fails(lt.EMA):  # type: ignore[misc]
-        def catch_up(self, trainer: pl.Trainer) -> bool:
+        def catch_up(self, trainer: L.Trainer) -> bool:
             if trainer.global_step == 2:
                 raise ValueError("it cannot")
             return super().catch_up(trainer)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
-import lightning.pytorch as pl
+import lightning as L
 import numpy as np
 import pytest
 import torch
@@ -113,7 +113,7 @@ class Taking(PlainNet):
 
 @pytest.mark.parametrize("where", ["module", "datamodule"])
 def test_batches_are_mixed_behind_all_hooks_of_transfer(where: str) -> None:
-    class Data(Doubling, pl.LightningDataModule):
+    class Data(Doubling, L.LightningDataModule):
         def train_dataloader(self) -> Any:
             return loader()
 

@@ -6,7 +6,7 @@ from fractions import Fraction
 from itertools import product
 from typing import Any
 
-import lightning.pytorch as pl
+import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
@@ -83,7 +83,7 @@ def test_the_end_is_not_before_the_beginning() -> None:
 NOTED: list[tuple[int, tuple[int, ...]]] = []  # not the module's: that forgets SAM's second run, and the scoring
 
 
-class Sized(pl.LightningModule):
+class Sized(L.LightningModule):
     """Notes the step and the size of each batch of images (B, 1, 64, 64) or tokens (B, 64)."""
 
     def __init__(self) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import combinations
 from typing import Any
 
-import lightning.pytorch as pl
+import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
@@ -46,7 +46,7 @@ class Watch(Callback):
         self.batches: list[Any] = []
         self.steps: list[int] = []
 
-    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         mixed = [(each, each.drawn) for each in self.callbacks if each.drawn is not None]
         assert len(mixed) <= 1
         self.drawn.append((mixed[0][1].lam, mixed[0][1].index.clone()) if mixed else None)
@@ -119,7 +119,7 @@ class Steps(Callback):
         self.weights: list[dict[str, Tensor]] = []
         self.gradients: list[dict[str, Tensor]] = []
 
-    def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: Any, optimizer: Any) -> None:
+    def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: Any, optimizer: Any) -> None:
         self.weights.append({name: value.cpu() for name, value in weights(pl_module).items()})
         self.gradients.append({name: p.grad.float().cpu() for name, p in pl_module.named_parameters()})
 
@@ -260,7 +260,7 @@ def test_a_checkpoint_keeps_its_seed(tmp_path: Any) -> None:
     fit(build(PlainNet), callbacks=[*callbacks, SaveAt(tmp_path / "x.ckpt", step=6)])
     callbacks = [mixup := lt.Mixup(), later := Watch(mixup)]
     run = trainer(callbacks=callbacks)
-    pl.seed_everything(99, verbose=False)
+    L.seed_everything(99, verbose=False)
     run.fit(build(PlainNet), loader(), loader(24), ckpt_path=tmp_path / "x.ckpt")
     assert later.numbers() == watch.numbers()[6:]
 

@@ -7,7 +7,7 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-import lightning.pytorch as pl
+import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
@@ -50,7 +50,7 @@ def scored(module: Any, x: Tensor, y: Tensor) -> Tensor:
     return losses
 
 
-class Keeping(pl.LightningModule):
+class Keeping(L.LightningModule):
     """Keeps the batches that it trains on."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -9,7 +9,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
+import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
@@ -38,7 +38,7 @@ def steps_before(plan: list[tuple[int, int]], position: tuple[int, int]) -> int:
     return sum(begins < position for begins in plan)
 
 
-class StopAfter(pl.Callback):
+class StopAfter(L.Callback):
     """Raises after so many batches."""
 
     def __init__(self, batches: int, error: BaseException) -> None:
@@ -69,7 +69,7 @@ def test_a_second_fit_on_other_data_goes_on_in_the_new_plan(caplog: pytest.LogCa
     mixup = lt.Mixup(stop=0.9)
     mixed: list[bool] = []
 
-    class Watch(pl.Callback):
+    class Watch(L.Callback):
         def on_train_batch_start(self, *_: Any) -> None:
             mixed.append(mixup._is_active(run))
 
@@ -111,7 +111,7 @@ CHANGES: list[dict[str, Any]] = [
 def test_a_resumed_fit_goes_on_at_its_place_in_the_new_plan(first: dict[str, Any], every: int, tmp_path: Path) -> None:
     base = {"max_epochs": 4, "batches": 5, "max_steps": -1, "limit_train_batches": 1.0, "accumulate_grad_batches": 1}
 
-    def train(module: Tiny, given: dict[str, Any], **settings: Any) -> pl.Trainer:
+    def train(module: Tiny, given: dict[str, Any], **settings: Any) -> L.Trainer:
         given = {**base, **given}
         batches = given.pop("batches")
         run = trainer(**given, callbacks=settings.pop("callbacks", None))
@@ -148,14 +148,14 @@ class Validated(Tiny):
         pass
 
 
-class SaveIn(pl.Callback):
+class SaveIn(L.Callback):
     """Saves in a hook; the default of ModelCheckpoint is the end of a validation."""
 
     def __init__(self, folder: Path, hook: str) -> None:
         self.folder = folder
         setattr(self, hook, self._save)
 
-    def _save(self, trainer: pl.Trainer, *_: Any) -> None:
+    def _save(self, trainer: L.Trainer, *_: Any) -> None:
         trainer.save_checkpoint(self.folder / f"{trainer.global_step}.ckpt")
 
 

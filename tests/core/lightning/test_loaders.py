@@ -9,7 +9,7 @@ import inspect
 from dataclasses import dataclass
 from typing import Any
 
-import lightning.pytorch as pl
+import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
@@ -242,7 +242,7 @@ def test_reading_them_leaves_the_training_alone() -> None:
 
 
 def test_lightning_prepares_batches_and_keeps_loader_states_as_ever() -> None:
-    assert "dataloader_idx" in inspect.signature(pl.LightningModule._on_before_batch_transfer).parameters
+    assert "dataloader_idx" in inspect.signature(L.LightningModule._on_before_batch_transfer).parameters
     combined = CombinedLoader([loader()])
     iter(combined)
     assert combined._state_dicts() == [], "CombinedLoader._state_dicts is not the states of its stateful loaders"

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import lightning.pytorch as pl
+import lightning as L
 import pytest
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import Strategy
@@ -109,7 +109,7 @@ def test_what_is_wrapped_is_in_the_table() -> None:
 
 
 def test_methods_are_replaced_by_wrap_method_only() -> None:
-    owners = [pl.LightningModule, pl.Trainer, pl.Callback, Strategy, Precision, nn.Module, Optimizer, LRScheduler]
+    owners = [L.LightningModule, L.Trainer, L.Callback, Strategy, Precision, nn.Module, Optimizer, LRScheduler]
     owners += [found(entry.owner) for entry in WRAPPED if entry.owner != "torch.Tensor"]  # an attribute of which it is
     names = {name for owner in owners for name in dir(owner) if callable(getattr(owner, name, None))}
     methods = {name for name in names if not name.startswith("__")}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
+import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
@@ -19,7 +19,7 @@ EPOCHS = {"max_epochs": 4}
 STEPS = {"max_epochs": -1, "max_steps": 12}
 
 
-class Notes(pl.LightningModule):
+class Notes(L.LightningModule):
     """Notes the samples of each batch."""
 
     def __init__(self) -> None:

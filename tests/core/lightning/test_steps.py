@@ -8,7 +8,7 @@ from functools import partial
 from itertools import product
 from typing import Any
 
-import lightning.pytorch as pl
+import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, Timer
@@ -138,10 +138,10 @@ def test_of_two_accumulation_schedules_the_last_counts():
 
 
 class LossPlan(EpochPlan):
-    def step_of(self, trainer: pl.Trainer, epoch: int) -> tuple[int, int]:
+    def step_of(self, trainer: L.Trainer, epoch: int) -> tuple[int, int]:
         return epoch + 1, 1
 
-    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         trainer.accumulate_grad_batches, _ = self.step_of(trainer, trainer.current_epoch)
 
 
@@ -187,7 +187,7 @@ def test_the_batches_of_a_loader_are_counted(settings):
     assert_counts(ones(7, **settings))
 
 
-class Data(pl.LightningDataModule):
+class Data(L.LightningDataModule):
     def setup(self, stage: str) -> None:
         self.size = 5
 
@@ -335,7 +335,7 @@ def assert_counting_changes_nothing(kind: type[Scheduled] = Scheduled, train: An
     counted, by_hand = build(kind), build(kind, total_steps=steps)
     for module in (counted, by_hand):
         run = trainer()
-        pl.seed_everything(7, verbose=False)
+        L.seed_everything(7, verbose=False)
         run.fit(module, train, loader(24))
         assert run.global_step == steps
     assert_equal(weights(counted), weights(by_hand))

@@ -10,7 +10,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
+import lightning as L
 import numpy as np
 import pytest
 import torch
@@ -320,14 +320,14 @@ class SaveOnce(Callback):
     def __init__(self, path: Path, resume: Resume) -> None:
         self.path, self.resume, self.batches, self.saved = path, resume, 0, False
 
-    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
         self.batches += 1
         self.save(trainer, "on_train_batch_end")
 
-    def on_train_epoch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+    def on_train_epoch_end(self, trainer: L.Trainer, *args: Any) -> None:
         self.save(trainer, "on_train_epoch_end")
 
-    def save(self, trainer: pl.Trainer, hook: str) -> None:
+    def save(self, trainer: L.Trainer, hook: str) -> None:
         if hook == self.resume.hook and self.batches >= self.resume.batch and not self.saved:
             self.saved = True
             trainer.save_checkpoint(self.path)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-import lightning.pytorch as pl
+import lightning as L
 import pytest
 import torch
 from lightning.fabric.connector import _convert_precision_to_unified_args
@@ -172,16 +172,16 @@ class Stage(Callback):
     def __init__(self) -> None:
         self.seen: dict[str, set[bool]] = {}
 
-    def _note(self, trainer: pl.Trainer, hook: str) -> None:
+    def _note(self, trainer: L.Trainer, hook: str) -> None:
         self.seen.setdefault(hook, set()).add(is_fitting(trainer))
 
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         self._note(trainer, "setup")
 
-    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._note(trainer, "on_validation_start")
 
-    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         self._note(trainer, "teardown")
 
 

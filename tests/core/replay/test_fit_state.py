@@ -8,7 +8,7 @@ import signal
 from collections.abc import Iterator
 from typing import Any
 
-import lightning.pytorch as pl
+import lightning as L
 import numpy as np
 import pytest
 import torch
@@ -145,7 +145,7 @@ class Stream:
             yield [part[indices] + 0 * self.epoch for part in data(44).tensors]
 
 
-class Module(pl.LightningDataModule):
+class Module(L.LightningDataModule):
     def setup(self, stage: str) -> None:
         assert not hasattr(self, "train"), "set up twice"
         self.train = torch.utils.data.random_split(data(44), [40, 4])[0]
@@ -167,11 +167,11 @@ LOADERS: dict[str, Any] = {
 
 
 def trained(
-    kind: type[pl.LightningModule], loaders: Any, first: bool, spoil: str = "", **settings: Any
-) -> tuple[Any, pl.Trainer, list[Any]]:
+    kind: type[L.LightningModule], loaders: Any, first: bool, spoil: str = "", **settings: Any
+) -> tuple[Any, L.Trainer, list[Any]]:
     """A module after a fit, the Trainer, and random numbers drawn next; ``first`` with a sweep before."""
     module, run, mine = build(kind), trainer(**settings), loaders()
-    pl.seed_everything(7, verbose=False)
+    L.seed_everything(7, verbose=False)
     source = {"datamodule": mine} if isinstance(mine, Module) else {"train_dataloaders": mine}
     if first:
         find_lr(run, module, steps=20, max_lr=10.0, **source)
@@ -179,7 +179,7 @@ def trained(
     return module, run, [torch.rand(1).item(), random.random(), np.random.random()]
 
 
-def assert_same_fit(kind: type[pl.LightningModule], loaders: Any, **settings: Any) -> None:
+def assert_same_fit(kind: type[L.LightningModule], loaders: Any, **settings: Any) -> None:
     callbacks = settings.pop("callbacks", list)
     (a, first, drawn), (b, second, expected) = (
         trained(kind, loaders, sweeps, callbacks=callbacks(), **settings) for sweeps in (True, False)
@@ -199,7 +199,7 @@ def assert_same_fit(kind: type[pl.LightningModule], loaders: Any, **settings: An
 
 @pytest.mark.few(3)
 @pytest.mark.parametrize("kind", [Net, Scheduled, Later, Frozen, Cached, Made, Sharp])
-def test_a_fit_after_a_sweep_is_as_one_without(kind: type[pl.LightningModule]) -> None:
+def test_a_fit_after_a_sweep_is_as_one_without(kind: type[L.LightningModule]) -> None:
     assert_same_fit(kind, shuffled)
 
 
@@ -233,7 +233,7 @@ def test_a_gradient_scaler_starts_anew() -> None:
     for sweeps in (True, False):
         scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=3)
         module, run, mine = build(Net), trainer(plugins=[MixedPrecision("16-mixed", "cpu", scaler)]), shuffled()
-        pl.seed_everything(7, verbose=False)
+        L.seed_everything(7, verbose=False)
         if sweeps:
             find_lr(run, module, mine, steps=20)
         assert scaler.state_dict()["scale"] == 4.0
@@ -255,7 +255,7 @@ def test_a_compiled_module() -> None:
         module, mine = build(Silent), shuffled()
         compiled: Any = torch.compile(module, backend="eager")
         before = set(vars(module))
-        pl.seed_everything(7, verbose=False)
+        L.seed_everything(7, verbose=False)
         if sweeps:
             find_lr(trainer(), compiled, mine, steps=20)
             assert set(vars(module)) == before
@@ -268,7 +268,7 @@ def test_a_sweep_between_two_fits_changes_nothing() -> None:
     ended = []
     for sweeps in (True, False):
         module, run, mine = build(Cached), trainer(callbacks=tricks()[:2]), shuffled()
-        pl.seed_everything(7, verbose=False)
+        L.seed_everything(7, verbose=False)
         for epochs in (1, 3):
             run.fit_loop.max_epochs = epochs
             run.fit(module, mine, loader(8))

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
+import lightning as L
 import numpy
 import pytest
 import torch
@@ -716,8 +716,8 @@ def test_random_generators_of_a_module_are_restored(name: str) -> None:
     plain, tricked = build(DrawsNumbers), build(DrawsNumbers)
     if name == "find_lr":
         lt.find_lr(trainer(), tricked, loader(), steps=10)
-    pl.seed_everything(1, verbose=False)
+    L.seed_everything(1, verbose=False)
     fit(plain)
-    pl.seed_everything(1, verbose=False)
+    L.seed_everything(1, verbose=False)
     fit(tricked, callbacks=[lt.SAMCallback(rho=0.0)] if name == "SAMCallback" else [])
     assert_equal(weights(tricked), weights(plain))

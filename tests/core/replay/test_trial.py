@@ -7,11 +7,12 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
-import lightning.pytorch as pl
+import lightning as L
 import numpy
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.loggers.logger import DummyLogger
 from torch import Tensor
 from torchmetrics.classification import MulticlassAccuracy
 
@@ -41,7 +42,7 @@ class Loud(Net):
         return loss
 
 
-class Logger(pl.loggers.logger.DummyLogger):
+class Logger(DummyLogger):
     def __init__(self) -> None:
         super().__init__()
         self.lines: list[Any] = []
@@ -56,7 +57,7 @@ class Trials(Callback):
     def __init__(self, fails: bool) -> None:
         self.fails, self.losses = fails, list[float]()
 
-    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, number: int) -> None:
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, number: int) -> None:
         before, loggers = dict(vars(pl_module)), trainer.loggers
         planned = pytest.raises(ValueError, match="planned") if self.fails else nullcontext()
         with planned, trial_steps(trainer, pl_module):

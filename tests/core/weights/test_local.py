@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import deepspeed
-import lightning.pytorch as pl
+import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
@@ -79,7 +79,7 @@ class State(Callback):
         self.weights = local_weights(trainer, pl_module, "State").state()
 
 
-def scores(run: pl.Trainer) -> list[float]:
+def scores(run: L.Trainer) -> list[float]:
     return [float(run.callback_metrics[name]) for name in ("val_loss", "val_loss_raw")]
 
 

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-import lightning.pytorch as pl
+import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
@@ -425,7 +425,7 @@ def test_a_trial_fit_trains_on_whole_batches() -> None:
     module = build(Net)
     before = weights(module)
     found = lt.find_lr(
-        pl.Trainer(accelerator="cpu", logger=False, max_epochs=1, enable_progress_bar=False),
+        L.Trainer(accelerator="cpu", logger=False, max_epochs=1, enable_progress_bar=False),
         module,
         torch.utils.data.DataLoader([pairs(seed=seed) for seed in range(12)], batch_size=None),
         steps=10,

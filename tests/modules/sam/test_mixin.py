@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
-import lightning.pytorch as pl
+import lightning as L
 import numpy
 import pytest
 import torch
@@ -202,7 +202,7 @@ def test_the_second_run_is_not_seen_in_logs_metrics_and_random_numbers() -> None
 
 def test_metrics_and_batchnorm_count_each_sample_once() -> None:
     class Count(Callback):
-        def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
             seen.append(int(sum(pl_module.accuracy.metric_state[name].sum() for name in ("tp", "fp"))))
 
     seen: list[int] = []
@@ -603,7 +603,7 @@ def test_a_checkpoint_saved_inside_a_step_holds_the_weights_themselves_and_distu
             return loss
 
     class Steps(Callback):
-        def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+        def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
             own.append(weights(pl_module))
 
     own: list[dict[str, Tensor]] = []
@@ -618,7 +618,7 @@ def test_a_checkpoint_saved_inside_a_step_holds_the_weights_themselves_and_distu
 class Copies(Callback):
     """Pickles and copies the module in a fit, as callbacks of other projects do."""
 
-    def on_train_batch_end(self, trainer: Any, pl_module: pl.LightningModule, *_: Any) -> None:
+    def on_train_batch_end(self, trainer: Any, pl_module: L.LightningModule, *_: Any) -> None:
         torch.save(pl_module.layers, io.BytesIO())
         pickle.dumps({name: value for name, value in vars(pl_module).items() if name in ("backward", "log")})
         copied = copy.deepcopy(pl_module)

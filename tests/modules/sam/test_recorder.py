@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-import lightning.pytorch as pl
+import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
@@ -26,10 +26,10 @@ class Again(Callback):
         self.recorder = StepRecorder()
         self.losses: list[tuple[float, float]] = []
 
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         self.recorder.start(trainer, pl_module, lambda: trainer.global_step != 3)
 
-    def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: torch.Tensor) -> None:
+    def on_before_backward(self, trainer: L.Trainer, pl_module: L.LightningModule, loss: torch.Tensor) -> None:
         step = self.recorder.take()
         if step is None:
             self.losses.append((0.0, 0.0))
@@ -38,7 +38,7 @@ class Again(Callback):
             self.losses.append((loss.item(), step.run().item()))
         assert self.recorder.step is None
 
-    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         self.recorder.stop()
 
 
@@ -65,10 +65,10 @@ class Records(Callback):
         self.steps: list[RecordedStep | None] = []
         self.numbers: list[int] = []
 
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         self.recorder.start(trainer, pl_module, lambda: True, gradients=self.gradients)
 
-    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, number: int) -> None:
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, number: int) -> None:
         if self.before is not None:
             self.before(trainer, batch, number)
             assert self.recorder.step is None
@@ -77,12 +77,12 @@ class Records(Callback):
         self.steps.append(self.recorder.take())
         self.numbers.append(run_number())
 
-    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         self.recorder.stop()
 
 
 def test_each_recorded_step_is_a_run_of_its_own_and_one_without_gradients_is_somebody_elses() -> None:
-    def score(trainer: pl.Trainer, batch: Any, number: int) -> None:
+    def score(trainer: L.Trainer, batch: Any, number: int) -> None:
         with torch.no_grad():
             trainer.strategy.training_step(batch, number)
 

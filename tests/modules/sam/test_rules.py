@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-import lightning.pytorch as pl
+import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
@@ -191,7 +191,7 @@ class RMSNorm(nn.Module):
         self.scale = nn.Parameter(torch.ones(2))
 
 
-class ManyNorms(pl.LightningModule):
+class ManyNorms(L.LightningModule):
     """Its own name says nothing about its own parameter."""
 
     def __init__(self) -> None:
@@ -540,7 +540,7 @@ class Reductions(Callback):
     def __init__(self) -> None:
         self.count = 0
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         trainer.strategy.model.register_comm_hook(None, self._note)
 
     def _note(self, group, bucket):  # torch looks at annotations

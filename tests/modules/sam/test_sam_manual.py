@@ -7,7 +7,7 @@ import signal
 from collections.abc import Callable
 from typing import Any
 
-import lightning.pytorch as pl
+import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
@@ -385,7 +385,7 @@ def test_an_overflow_skips_the_step_and_leaves_everything_finite(when: str) -> N
 # ---- two optimizers
 
 
-class GAN(pl.LightningModule):
+class GAN(L.LightningModule):
     def __init__(self) -> None:
         super().__init__()
         self.automatic_optimization = False
@@ -533,7 +533,7 @@ class Reductions(Callback):
     def __init__(self) -> None:
         self.count = 0
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         trainer.strategy.model.register_comm_hook(None, self._note)
 
     def _note(self, group, bucket):  # torch looks at annotations

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
+import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
@@ -165,7 +165,7 @@ def written() -> int:
 class Written(Callback):
     """Bytes written between the first step and the last."""
 
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
         if trainer.global_step in (4, 6):
             self.bytes = written() - getattr(self, "bytes", 0)
 
@@ -294,17 +294,17 @@ class Watching(Callback):
         self.steps: list[Tensor] = []
         self.validated: list[Tensor] = []
 
-    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
         self.steps.append(pl_module.layers[0].weight.detach().clone())
 
-    def on_validation_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+    def on_validation_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
         self.validated.append(pl_module.layers[0].weight.detach().clone())
 
 
 class Halt(Callback):
     """Ends training in the middle of a period and an epoch."""
 
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
         trainer.should_stop = trainer.global_step == 1
 
 

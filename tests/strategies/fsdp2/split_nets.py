@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-import lightning.pytorch as pl
+import lightning as L
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -98,7 +98,7 @@ class Pretrained(Words):
     def __init__(self, lr: float = 0.01) -> None:
         import transformers
 
-        pl.LightningModule.__init__(self)
+        L.LightningModule.__init__(self)
         self.lr = lr
         config = getattr(transformers, f"{self.family}Config")(
             vocab_size=12, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
@@ -134,7 +134,7 @@ def batches(tensor_parallel: int) -> Any:
     return DataLoader(Subset(data(48), mine), batch_size=size)
 
 
-def together(kind: type[PlainNet], arguments: dict[str, Any], **settings: Any) -> tuple[Any, pl.Trainer]:
+def together(kind: type[PlainNet], arguments: dict[str, Any], **settings: Any) -> tuple[Any, L.Trainer]:
     """Fit a module on all processes, of which two compute each batch unless the arguments say otherwise."""
     given = {"tensor_parallel": 2, "precision": "32-true", **arguments}
     own = {"train": batches(given["tensor_parallel"]), "use_distributed_sampler": False}
@@ -143,7 +143,7 @@ def together(kind: type[PlainNet], arguments: dict[str, Any], **settings: Any) -
     return module, fit(module, **{**own, "devices": devices, **lt.preset("tp_bf16", **given), **settings})
 
 
-def alone(kind: type[PlainNet], **settings: Any) -> tuple[Any, pl.Trainer]:
+def alone(kind: type[PlainNet], **settings: Any) -> tuple[Any, L.Trainer]:
     """Fit a module in one process, on the batches of all."""
     module = build(kind)
     return module, fit(module, **{"train": loader(48, 16), **settings})

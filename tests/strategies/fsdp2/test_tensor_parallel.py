@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
+import lightning as L
 import numpy as np
 import pytest
 import torch
@@ -302,7 +302,7 @@ def unseeded(num_workers: int = 0) -> dict[str, Any]:
     preset = lt.preset("tp_bf16", tensor_parallel=2, precision="32-true", **PLANNED)
     devices = int(os.environ["LOCAL_WORLD_SIZE"])
     run = trainer(devices=devices, use_distributed_sampler=False, **preset)
-    pl.seed_everything(100 + int(os.environ["RANK"]), workers=True, verbose=False)
+    L.seed_everything(100 + int(os.environ["RANK"]), workers=True, verbose=False)
     try:
         run.fit(module, DataLoader(Noise(), 8, num_workers=num_workers), loader(24))
     finally:

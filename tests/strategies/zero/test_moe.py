@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
+import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -26,7 +26,7 @@ GATE, EXPERTS = "moe.deepspeed_moe.gate.wg", "moe.deepspeed_moe.experts.deepspee
 def recipe() -> Any:
     """The class of the page, trained by SGD, without its balancing loss, which each rank has of its own tokens."""
     (block,) = [block for block in blocks(DOCS / "losses.md", "python") if "deepspeed.moe" in block]
-    names: dict[str, Any] = {"torch": torch, "L": pl, "lt": lt}
+    names: dict[str, Any] = {"torch": torch, "L": L, "lt": lt}
     exec(block, names)
 
     class Recipe(names["Mixture"]):  # type: ignore[misc]

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import lightning.pytorch as pl
+import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
@@ -80,7 +80,7 @@ class Late(CosineNet):
 
     def configure_model(self) -> None:
         if self.layers is None:
-            pl.seed_everything(5, verbose=False)
+            L.seed_everything(5, verbose=False)
             self.layers = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 2))
 
 
@@ -124,7 +124,7 @@ class End:
 class Look(Callback):
     """Takes notes of the end."""
 
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         from deepspeed.utils import safe_get_full_fp32_param
 
         named = dict(pl_module.named_parameters())
@@ -152,7 +152,7 @@ def zero(**arguments: Any) -> ZeROPreset:
     return lt.preset("zero3_bf16", **{"precision": "32-true", "config": PARTITIONED, **arguments})["strategy"]
 
 
-def both(module: pl.LightningModule, strategy: Any, callbacks: Any = (), **settings: Any) -> tuple[pl.Trainer, End]:
+def both(module: L.LightningModule, strategy: Any, callbacks: Any = (), **settings: Any) -> tuple[L.Trainer, End]:
     """Fit on this rank's half."""
     look = Look()
     run = fit(
@@ -168,7 +168,7 @@ def both(module: pl.LightningModule, strategy: Any, callbacks: Any = (), **setti
     return run, look.end
 
 
-def alone(module: pl.LightningModule, **settings: Any) -> pl.Trainer:
+def alone(module: L.LightningModule, **settings: Any) -> L.Trainer:
     """The same in one process, on all."""
     return fit(module, train=loader(80, 16), val=loader(48), **settings)
 
@@ -262,7 +262,7 @@ def test_16_bits_give_nearly_the_same() -> None:
 # -- checkpoints ------------------------------------------------------------------------------------------------------
 
 
-def evaluate(module: pl.LightningModule, path: str | None, **settings: Any) -> dict[str, Any]:
+def evaluate(module: L.LightningModule, path: str | None, **settings: Any) -> dict[str, Any]:
     run = trainer(devices=2, use_distributed_sampler=False, **settings)
     return {
         "validate": run.validate(module, loader(48), ckpt_path=path, verbose=False),
@@ -326,7 +326,7 @@ def test_a_folder_is_validated_tested_and_predicted_with(
         same_evaluation(rank[engine], CosineNet, path)
 
 
-def same_evaluation(seen: dict[str, Any], kind: type[pl.LightningModule], path: str) -> None:
+def same_evaluation(seen: dict[str, Any], kind: type[L.LightningModule], path: str) -> None:
     run = trainer()
     for what in ("validate", "test"):
         expected = getattr(run, what)(build(kind), loader(48), ckpt_path=path, verbose=False)[0]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import lightning.pytorch as pl
+import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
@@ -21,7 +21,7 @@ from tests.test_docs import DOCS, blocks
 def page() -> dict[str, Any]:
     """The names of the page."""
     found = [block for block in blocks(DOCS / "scaling.md", "python") if "TiledLinear" in block or "stage3" in block]
-    names: dict[str, Any] = {"torch": torch, "L": pl, "lt": lt}
+    names: dict[str, Any] = {"torch": torch, "L": L, "lt": lt}
     exec("".join(found), names)
     return names
 
@@ -30,7 +30,7 @@ class Alone(PlainNet):
     """The same network without tiles."""
 
     def __init__(self) -> None:
-        pl.LightningModule.__init__(self)
+        L.LightningModule.__init__(self)
         first, large, last = nn.Linear(8, 16), nn.Linear(16, 64), nn.Linear(64, 2)
         self.layers = nn.Sequential(first, nn.Tanh(), large, nn.Tanh(), last)
 
