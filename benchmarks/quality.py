@@ -49,7 +49,7 @@ from lightning.pytorch.callbacks import Callback
 from machine import machine
 from quality_report import LOSS_TASKS, PLAIN, SHIFTS, SWEEP, rows
 from quality_text import CHARACTERS, CharacterTransformer, load_text
-from rows import written
+from rows import shortened, written
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler, TensorDataset, WeightedRandomSampler
 from torchmetrics.functional.classification import multiclass_accuracy, multiclass_calibration_error
@@ -510,7 +510,7 @@ def run_of(run: Mapping[str, Any], kept: Sequence[str]) -> dict[str, float]:
     found = {
         name: round(value, 4) if isfinite(value) else DIVERGED[name.split("_")[1]] for name, value in metrics.items()
     }
-    return {**found, "seconds": round(run["seconds"], 2)}
+    return {**found, "seconds": shortened(run["seconds"])}
 
 
 def result(

@@ -98,7 +98,7 @@ MUTANTS = {
         "core/averaging/test_ranks.py::test_averaged_statistics_are_the_same_on_all_ranks_and_the_mean_of_theirs",
     ),
     "the warm-up of EMA is another": Mutant(
-        "callbacks/ema.py",
+        "core/averaging/decay.py",
         "(1 + updates) / (10 + updates)",
         "(1 + updates) / (9 + updates)",
         "callbacks/test_ema.py::test_equals_a_naive_average",

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import nn
 
 import lightning_tricks as lt
 from lightning_tricks.core.install import REPOSITORY, SOURCE
@@ -454,7 +455,7 @@ def test_the_line_of_a_trick_is_right(row: Row) -> None:
         case ["return", *_]:
             compile(f"def configure_optimizers(self, optimizer):\n    {row.line}", row.line, "exec")
         case _ if row.line.startswith("callbacks="):
-            eval(f"dict({row.line})", {"lt": lt})
+            eval(f"dict({row.line})", {"lt": lt, "teacher": nn.Linear(8, 2)})
         case _:
             compile(row.line, row.line, "exec")
     used = set(re.findall(r"\blt\.(\w+)", row.line))
@@ -469,7 +470,7 @@ def test_badges_and_extras_are_those_of_the_package() -> None:
     least = {name: ">=" + version.removesuffix("+") for name, version in badges.items()}
     assert least == {"python": package["Requires-Python"], **dict(required)}
     table = README.split("|extra|for|")[1].split("\n\n")[0]
-    others = {"pytorch-lightning", "notebooks", "bench", "docs", "pages", "test", "dev"}
+    others = {"pytorch-lightning", "notebooks", "bench", "pretrained", "docs", "pages", "test", "dev"}
     assert set(re.findall(r"`([\w-]+)`", table)) == set(package.get_all("Provides-Extra", [])) - others
 
 

@@ -54,7 +54,7 @@ def distillation_loss(
 
     Example:
         >>> distillation_loss(torch.tensor([[0.0, 0.0]]), torch.tensor([[2.0, -2.0]]))
-        tensor(1.2945)
+        tensor(1.3113)
 
     References:
         Hinton et al., Distilling the Knowledge in a Neural Network, arXiv 1503.02531.

@@ -158,9 +158,13 @@ def spelled_rows(rows: Sequence[tuple[Row, Sequence[str]]], total_steps: int | N
 
 
 def curve_row(settings: Mapping[str, Any]) -> Row:
-    """The name of a curve, and its other settings; its lengths in whole steps, the first after each of them."""
-    others = {name: _whole(value) if name in _LENGTHS else value for name, value in settings.items()}
-    return others.pop("curve"), others
+    """The name of a curve, and its other settings."""
+    return settings["curve"], {name: value for name, value in settings.items() if name != "curve"}
+
+
+def in_whole_steps(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a curve, with the whole step after each of its lengths in steps."""
+    return {name: _whole(value) if name in _LENGTHS else value for name, value in settings.items()}
 
 
 def _whole(steps: Any) -> Any:
@@ -182,7 +186,7 @@ def _spelled(given: Mapping[str, Any]) -> str:
 
 def _value(value: Any) -> str:
     if isinstance(value, Mapping):  # the settings of a curve inside another one
-        name, rest = curve_row(value)
+        name, rest = curve_row(in_whole_steps(value))
         return f"{name} ({_spelled(rest)})"
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(_value, value))}]"

@@ -119,8 +119,8 @@ def linear(
     Example:
         >>> import torch
         >>> optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
-        >>> sorted(linear(optimizer, total_steps=10)["lr_scheduler"])
-        ['frequency', 'interval', 'scheduler']
+        >>> linear(optimizer, total_steps=10)["lr_scheduler"]["scheduler"].get_last_lr()
+        [0.1]
     """
     return _schedule(curves.linear, optimizer, module, total_steps, warmup=warmup, floor=floor)
 

@@ -21,6 +21,7 @@ from lightning_tricks.core.call_stack import callers
 from lightning_tricks.core.lightning.trainer import trainer_of
 from lightning_tricks.schedules import factories, plateau
 from lightning_tricks.schedules.factories import Schedule
+from lightning_tricks.schedules.scheduler import CurveLR
 
 P = ParamSpec("P")
 
@@ -31,6 +32,8 @@ def _bare(factory: Callable[P, Schedule]) -> Callable[P, LRScheduler]:
     @wraps(factory)
     def make(*args: P.args, **kwargs: P.kwargs) -> LRScheduler:
         given = signature(factory).bind(*args, **kwargs)
+        if isinstance(before := given.arguments.get("schedule"), CurveLR):  # swa_tail goes after a bare one, too
+            given.arguments["schedule"] = {"optimizer": before.optimizer, "lr_scheduler": {"scheduler": before}}
         if "module" in signature(factory).parameters and given.arguments.get("module") is None:
             given.arguments["module"] = _configured()
         config: Any = factory(*given.args, **given.kwargs)["lr_scheduler"]
@@ -39,8 +42,14 @@ def _bare(factory: Callable[P, Schedule]) -> Callable[P, LRScheduler]:
         return scheduler
 
     make.__module__ = __name__  # by which it is pickled, in hyperparameters for example
+    make.__doc__ = _of_the_scheduler(factory.__doc__ or "")
     vars(make)["__signature__"] = signature(factory).replace(return_annotation="LRScheduler")
     return make
+
+
+def _of_the_scheduler(said: str) -> str:
+    """The docstring of a factory, whose example looks into the dictionary, as that of the scheduler alone."""
+    return said.replace('["lr_scheduler"]["scheduler"]', "")
 
 
 def _configured() -> L.LightningModule | None:

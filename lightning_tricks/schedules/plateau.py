@@ -17,7 +17,7 @@ from lightning_tricks.core.conflicts import Participant
 from lightning_tricks.core.lightning.fit import Place
 from lightning_tricks.core.lightning.loaders import train_batches_of_sizes
 from lightning_tricks.core.lightning.trainer import trainer_of
-from lightning_tricks.core.report import Row, curve_row
+from lightning_tricks.core.report import Row, curve_row, in_whole_steps
 from lightning_tricks.schedules.arguments import Duration, check_arguments, check_settings, count_steps, whole_steps
 from lightning_tricks.schedules.factories import Schedule, announce_schedule
 from lightning_tricks.schedules.scheduler import (
@@ -86,7 +86,7 @@ class PlateauLR(Participant, ReduceLROnPlateau):
 
     @override
     def row(self, trainer: L.Trainer) -> Row:
-        return curve_row(self.settings)
+        return curve_row(in_whole_steps(self.settings))
 
     @override
     def given(self) -> Row:
@@ -203,8 +203,8 @@ def reduce_on_plateau(
     Example:
         >>> import torch
         >>> optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
-        >>> reduce_on_plateau(optimizer, monitor="val_accuracy", mode="max")["lr_scheduler"]["monitor"]
-        'val_accuracy'
+        >>> reduce_on_plateau(optimizer, monitor="val_accuracy", mode="max")["lr_scheduler"]["scheduler"].mode
+        'max'
     """
     check_arguments(optimizer, module)
     trainer = trainer_of(module)

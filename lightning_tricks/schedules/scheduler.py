@@ -18,7 +18,7 @@ from typing_extensions import override
 from lightning_tricks.core.checks import check_type
 from lightning_tricks.core.conflicts import Conflict, Participant
 from lightning_tricks.core.lightning.fit import Place
-from lightning_tricks.core.report import Row, curve_row
+from lightning_tricks.core.report import Row, curve_row, in_whole_steps
 
 __all__ = ["CurveLR"]
 
@@ -151,7 +151,7 @@ class CurveLR(Participant, LRScheduler):
 
     @override
     def row(self, trainer: L.Trainer) -> Row:
-        return curve_row(self.settings)
+        return curve_row(in_whole_steps(self.settings))
 
     @override
     def given(self) -> Row:

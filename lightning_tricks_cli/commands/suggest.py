@@ -37,7 +37,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Run the command."""
-    import dataclasses
+    from dataclasses import replace
 
     from lightning_tricks.advisor import Hardware, suggest_strategy
     from lightning_tricks.core.report import table
@@ -57,7 +57,7 @@ def run(options: argparse.Namespace) -> None:
     if options.json:
         print(json.dumps(suggestion.to_dict()))
         return
-    notes = dataclasses.replace(suggestion, reasons=suggestion.reasons[len(suggestion.faster) :], alternatives=())
+    notes = replace(suggestion, reasons=suggestion.reasons[len(suggestion.faster) :], alternatives=())
     first, *rest = with_flags(str(notes), options).splitlines()
     rows = [(*row[:-1], with_flags(row[-1], options)) for row in suggestion.rows()]
     print("\n".join([first, table(("strategy", "each device", "fits", ""), rows), *rest]))

@@ -741,7 +741,7 @@ def test_a_length_that_is_not_known_is_refused_by_name():
     assert str(caught.value).startswith("LRSchedule('cosine'): " + said.format("Loads", "Loads"))
     assert str(caught.value).endswith(
         "reload_dataloaders_every_n_epochs=1; pass total_steps=..., or end training by Trainer(max_steps=...) in place"
-        " of max_epochs"
+        " of max_epochs."
     )
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import lightning_tricks as lt
+from lightning_tricks.core.install import pip_install
 from lightning_tricks_cli.catalogue import CATALOGUE
 from lightning_tricks_cli.commands.plot_schedule import CURVES
 from lightning_tricks_cli.main import main
@@ -113,9 +114,7 @@ def test_fish_offers_the_same(capsys: pytest.CaptureFixture[str], tmp_path: Path
 def test_without_shtab_the_extra_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setitem(sys.modules, "shtab", None)
     assert main(["completion", "fish"]) == 1
-    assert capsys.readouterr().err == (
-        "lightning-tricks: completion in fish needs shtab: pip install 'lightning-tricks[cli]'\n"
-    )
+    assert capsys.readouterr().err == f"lightning-tricks: completion in fish needs shtab: {pip_install('cli')}\n"
 
 
 def test_the_names_that_it_knows_are_those_of_the_package() -> None:

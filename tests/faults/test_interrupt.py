@@ -44,7 +44,7 @@ PLACES = [
 ]
 ENDED = [("last callback", "on_fit_end"), ("module", "on_fit_end"), *((each[0], "teardown") for each in PLACES)]
 # The averages and LoRA wrap these for good, so that what is saved after a fit holds what it held in the fit.
-STAY = {"Trainer.save_checkpoint", "strategy.lightning_module_state_dict"}
+STAY = {"Trainer.save_checkpoint", "fit_loop.on_load_checkpoint", "strategy.lightning_module_state_dict"}
 OF_TRAININGS = [
     (training, where, hook)
     for training, (where, hook) in product(TRAININGS, PLACES)

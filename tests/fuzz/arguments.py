@@ -89,6 +89,9 @@ FACTORIES = (
     *("reduce_on_plateau", "step_decay", "wsd"),
 )
 
+STEPPED = nn.Parameter(torch.ones(2))
+
+
 NEEDED: dict[str, dict[str, Callable[[], Any]]] = {
     **dict.fromkeys(FACTORIES, SCHEDULE),
     "reduce_on_plateau": {"optimizer": sgd, "module": lambda: None},
@@ -138,6 +141,7 @@ NEEDED: dict[str, dict[str, Callable[[], Any]]] = {
         "targets": lambda: torch.tensor([0, 1, 2, 0]),
         "prior": lambda: torch.tensor([0.5, 0.3, 0.2]),
     },
+    "Averager": {"tensors": lambda: [torch.zeros(2)]},
     "bce_targets": {"labels": lambda: torch.tensor([0, 2, 1]), "classes": lambda: 3},
     "Distill": {"teacher": lambda: nn.Linear(8, 2)},
     "distillation_loss": {"student": lambda: torch.zeros(4, 3), "teacher": lambda: torch.ones(4, 3)},
@@ -192,6 +196,10 @@ NEEDED: dict[str, dict[str, Callable[[], Any]]] = {
     "preset": {"name": lambda: "single_bf16"},
     "quantize": {"module": layers},
     "scale_adam": {"lr": lambda: 1e-3, **SCALE},
+    "sam_step": {
+        "closure": lambda: lambda: STEPPED.square().sum(),
+        "optimizer": lambda: torch.optim.SGD([STEPPED], 0.1),
+    },
     "scale_ema_decay": {"decay": lambda: 0.99, **SCALE},
     "scale_lr": {"lr": lambda: 1e-3, **SCALE},
     "tta": {"module": PlainNet, "views": lambda: [nn.Identity()]},

@@ -76,10 +76,13 @@ class TeachingCallback(Averaging):
     def written(self) -> str:
         return f"{self._name}({self.teacher_written()})"
 
+    def __repr__(self) -> str:
+        return self.written()  # a module would be printed with all of its layers
+
     @override
     def row(self, trainer: L.Trainer) -> Row:
         name, given = super().row(trainer)
-        hidden = ("decay", "module", "teacher")  # a module would be printed with all of its layers
+        hidden = ("decay", "module", "teacher")
         return name, {"teacher": self.teacher_written()} | {n: v for n, v in given.items() if n not in hidden}
 
     @override

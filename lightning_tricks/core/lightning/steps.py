@@ -34,7 +34,7 @@ class UnknownTotalSteps(ValueError):
     """
 
     def __init__(self, reason: str, otherwise: str = "") -> None:
-        super().__init__(f"{reason}; pass total_steps=...{f', or {otherwise}' if otherwise else ''}")
+        super().__init__(f"{reason}; pass total_steps=...{f', or {otherwise}.' if otherwise else ''}")
         self.reason = reason
         self.otherwise = otherwise
 

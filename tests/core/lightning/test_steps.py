@@ -283,7 +283,7 @@ def test_where_the_number_of_steps_can_end_training_the_message_says_so(train):
     settings = {"reload_dataloaders_every_n_epochs": 1} if not isinstance(train, SizedStream) else {}
     with pytest.raises(UnknownTotalSteps) as error:
         trainer(**settings).fit(Counted(), train)
-    assert str(error.value).endswith("or end training by Trainer(max_steps=...) in place of max_epochs")
+    assert str(error.value).endswith("or end training by Trainer(max_steps=...) in place of max_epochs.")
     counted = Counted()
     trainer(**settings, max_epochs=-1, max_steps=5).fit(counted, train)
     assert counted.totals == [5, 5]
