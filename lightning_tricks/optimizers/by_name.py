@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -87,6 +88,8 @@ def optimizer(
         Qu et al., "Can Muon Fine-tune Adam-Pretrained Models?", ICML 2026, https://arxiv.org/abs/2605.10468
     """
     row = row_of(name)
+    if settings.get("algo") == "adamuon":
+        row = replace(row, fsdp2=False)  # torch cannot add to the norm of a sharded matrix in place, as timm does there
     check_type("module", module, nn.Module)
     check_range("lr", lr, 0.0)
     check_range("weight_decay", weight_decay, 0.0)
@@ -251,8 +254,10 @@ def _require_trains_right(row: Row, module: nn.Module) -> None:
             f" {type(trainer.strategy).__name__}(compression='local_sgd') cannot average. Take {row.instead!r}, or"
             " another compression."
         )
-    if engine is Engine.FSDP2 and not row.fsdp2:
+    if engine is Engine.FSDP2 and not row.trains_shards:
         rule = "does not train under FSDP2 as in one process"
+        if row.fsdp2:
+            rule += f" before {row.library} {row.fsdp2_since}"
     if engine.is_deepspeed and not row.zero:
         rule = "does not train on the pieces of flat weights that DeepSpeed ZeRO gives it"
         if row.library == "schedulefree":
@@ -270,7 +275,7 @@ def _require_whole_weights(row: Row, made: Optimizer) -> None:
     FSDP2 has sharded the weights by now. DeepSpeed puts others in their place before the first step.
     """
     weights = {weight for group in made.param_groups for weight in group["params"]}
-    if not row.fsdp2 and any(isinstance(weight, DTensor) for weight in weights):
+    if not row.trains_shards and any(isinstance(weight, DTensor) for weight in weights):
         raise _wrong_on_shards(row, "FSDP2")
 
     def require_own(optimizer: Optimizer, args: Any, kwargs: Any) -> None:

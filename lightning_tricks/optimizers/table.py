@@ -6,7 +6,10 @@ import difflib
 import importlib
 import inspect
 from dataclasses import dataclass, replace
+from importlib.metadata import version
 from typing import Any
+
+from torch.torch_version import TorchVersion
 
 from lightning_tricks.core.install import pip_install
 
@@ -61,6 +64,7 @@ class Row:
         by_shape: Whether the bytes depend on the weights' shapes.
         zero: Whether two ranks under DeepSpeed ZeRO equal one process, which cuts weights anywhere.
         fsdp2: Whether two ranks under FSDP2 equal one process.
+        fsdp2_since: The first version of the library in which they do, where it is not the oldest that is supported.
         tensor_parallel: Whether two ranks equal one process where they also split layers.
         lookahead: Whether slow weights may be put around it.
         instead: What to take where it is refused.
@@ -73,6 +77,7 @@ class Row:
     by_shape: bool = False
     zero: bool = True
     fsdp2: bool = True
+    fsdp2_since: str = ""
     tensor_parallel: bool = True
     lookahead: bool = True
     instead: str = "adamw"
@@ -106,6 +111,11 @@ class Row:
     def averages(self) -> bool:
         """Whether the mean of the ranks' states is a state, as local SGD needs it."""
         return not self.is_quantized and self.base not in ("galore", "soap", "prodigy")
+
+    @property
+    def trains_shards(self) -> bool:
+        """Whether the installed library trains the shards of FSDP2 as it trains whole weights."""
+        return self.fsdp2 and (not self.fsdp2_since or TorchVersion(version(self.library)) >= self.fsdp2_since)
 
     def load(self, path: str = "") -> Any:
         """The class of the optimizer, or another one that it needs.
@@ -163,7 +173,8 @@ _ROWS = (
         "training from scratch at AdamW's lr: hidden weights, orthogonalized; AdamW (8 bytes) for the rest",
         by_shape=True,
         zero=False,
-        fsdp2=False,
+        fsdp2_since="1.0.26",
+        tensor_parallel=False,
     ),
     Row("ademamix", "pytorch_optimizer.AdEMAMix", 12, "long trainings of language models"),
     Row(

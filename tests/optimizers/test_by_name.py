@@ -6,6 +6,8 @@ import copy
 import importlib
 import inspect
 from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,8 @@ from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from timm.optim import Muon
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.utils._pytree import tree_leaves
 
 import lightning_tricks as lt
@@ -157,9 +161,20 @@ def test_a_resumed_fit_is_exact_and_another_optimizer_is_refused(name: str, tmp_
 
 # -- ranks ------------------------------------------------------------------------------------------------------------
 
+
+@contextmanager
+def orthogonalized_in_fp32() -> Iterator[None]:
+    """Muon does it in bf16, where a sum in another order, as that of shards, changes a step by up to a tenth."""
+    with pytest.MonkeyPatch.context() as patch:
+        exact = partial(timm.optim.muon.zeropower_via_newtonschulz, dtype=torch.float32)
+        patch.setattr("timm.optim.muon.zeropower_via_newtonschulz", exact)
+        yield
+
+
 STRATEGIES = {"ddp": "ddp", "fsdp2": "fsdp2_bf16", "zero": "zero1_bf16"}
 
 
+@orthogonalized_in_fp32()
 def on_ranks(case: tuple[str, str], folder: Path) -> Any:
     name, engine = case
     engine, _, how = engine.partition("_")
@@ -189,7 +204,7 @@ RESUMED = [("adamw8bit", "ddp"), ("galore", "ddp"), ("lookahead_radam", "fsdp2")
 OTHERS_RESUMED = [("adamw4bit", "ddp")]
 OTHERS_RESUMED += [(name, "fsdp2") for name, row in ROWS.items() if row.fsdp2 and (name, "fsdp2") not in RESUMED]
 # An optimizer for a network that is not the LightningModule: a GAN's generator, for instance.
-BARE = [("muon", "fsdp2_bare"), ("lamb", "zero_bare"), ("lookahead_radam", "zero_bare"), ("lion", "zero_bare")]
+BARE = [("adafactor", "fsdp2_bare"), ("lamb", "zero_bare"), ("lookahead_radam", "zero_bare"), ("lion", "zero_bare")]
 
 
 @pytest.fixture(scope="module")
@@ -226,6 +241,7 @@ def test_an_optimizer_for_a_part_of_the_module_is_refused_as_well(two_ranks: Cas
                 assert f"optimizer({name!r}) does not train right on the shards of weights" in found
 
 
+@orthogonalized_in_fp32()
 def one_process(name: str) -> dict[str, Tensor]:
     """The weights of a process that gets the batches of both ranks."""
     module = build(Three, name=name)
@@ -243,13 +259,51 @@ def test_two_ranks_equal_one_process_or_are_refused_as_the_table_says(
     for engine in STRATEGIES:
         first, second = found_by_case[name, engine]
         for found in (first, second):
-            if engine == "ddp" or row[engine]:
+            if engine == "ddp" or (row_of(name).trains_shards if engine == "fsdp2" else row[engine]):
                 assert not isinstance(found, str), f"{engine}: {found}"
                 assert_equal(first, second)
                 assert_close(found, expected, 1e-5 if name != "soap" else 0.1)  # its bases turn with rounding errors
             else:
                 assert f"optimizer({name!r})" in found
                 assert "Take 'adamw'" in found
+
+
+def matrices() -> nn.Module:
+    """Convolutions and layers whose rows are not as many on each rank, and none on some."""
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 6, 3), nn.GELU(), nn.Conv2d(6, 10, 3), nn.Flatten(), nn.Linear(40, 3), nn.Linear(3, 2)
+    )
+
+
+@orthogonalized_in_fp32()
+def steps_of_muon(case: tuple[str, tuple[int, ...]]) -> list[Tensor]:
+    """The weights after four steps, sharded over a mesh of this shape, if any."""
+    algo, shape = case
+    net, x = matrices(), torch.randn(8, 3, 6, 6, generator=torch.Generator().manual_seed(1))
+    if shape:
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("copies", "shards")[-len(shape) :])
+        for layer in [layer for layer in net if [*layer.parameters()]]:
+            fully_shard(layer, mesh=mesh)
+    made = lt.optimizer("muon", net, 0.01, weight_decay=0.1, algo=algo)
+    for _ in range(4):
+        net(x).square().mean().backward()
+        nn.utils.clip_grad_norm_(net.parameters(), 0.5)
+        made.step()
+        made.zero_grad()
+    return [weight.full_tensor() if shape else weight.detach() for weight in net.parameters()]
+
+
+@pytest.mark.skipif(not row_of("muon").trains_shards, reason="this timm's Muon knows no shards")
+def test_muon_trains_shards_of_four_ranks_as_whole_weights() -> None:
+    cases: list[tuple[str, tuple[int, ...]]] = [("muon", (4,)), ("muon", (2, 2))]
+    found = run_cases(steps_of_muon, [*cases, ("adamuon", (4,))], nprocs=4)
+    for case in cases:
+        for rank in found[case]:
+            for weight, expected in zip(rank, steps_of_muon(("muon", ())), strict=True):
+                torch.testing.assert_close(weight, expected, rtol=0, atol=1e-5)
+    with pytest.raises(AssertionError, match=r"optimizer\('muon'\) does not train right on the shards of weights"):
+        found["adamuon", (4,)]
 
 
 def test_local_sgd_is_refused_where_states_have_no_mean() -> None:
