@@ -107,6 +107,10 @@ def test_a_byte_is_predicted_from_those_before_it() -> None:
     inputs, following = part("corpus").byte_sequences("abcdefgh", 3)
     assert [bytes(row) for row in inputs.tolist()] == [b"abc", b"def"]
     assert [bytes(row) for row in following.tolist()] == [b"bcd", b"efg"]
+
+
+@pytest.mark.slow
+def test_the_documentation_of_what_is_installed_is_read() -> None:
     texts = part("corpus").load_documentation(30)
     parts = [{*text.split("\n\n")} for text in texts.values()]
     assert sum(map(len, texts.values())) > 1000
