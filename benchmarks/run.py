@@ -36,7 +36,7 @@ CRASHED = "the benchmark"  # the case of a row
 
 def discovered(folder: str = "cost") -> dict[str, ModuleType]:
     """The benchmarks by name: each has NAME, PEERS, ``run(settings) -> rows`` and ``targets(rows)``."""
-    modules = [import_module(f"{folder}.{path.stem}") for path in sorted((HERE / folder).glob("*.py"))]
+    modules = [import_module(f"{folder}.{path.stem}") for path in sorted((HERE / folder).glob("[!_]*.py"))]
     return {module.NAME: module for module in modules}
 
 

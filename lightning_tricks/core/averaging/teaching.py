@@ -73,11 +73,8 @@ class TeachingCallback(Averaging):
         return f"{self._name}({which})"
 
     @override
-    def written(self) -> str:
+    def written(self) -> str:  # a module would be printed with all of its layers
         return f"{self._name}({self.teacher_written()})"
-
-    def __repr__(self) -> str:
-        return self.written()  # a module would be printed with all of its layers
 
     @override
     def row(self, trainer: L.Trainer) -> Row:
