@@ -186,3 +186,8 @@ def test_there_is_a_page_for_whoever_takes_part() -> None:
     assert f"\n## {anchor.replace('-', ' ').capitalize()}\n" in (ROOT / "CONTRIBUTING.md").read_text()
     updates = yaml.safe_load((github / "dependabot.yml").read_text())["updates"]
     assert {update["package-ecosystem"] for update in updates} == {"github-actions", "pip"}
+
+
+def test_before_a_release_the_address_of_the_documentation_leads_to_the_newest() -> None:
+    missing = "mike list | grep -q latest || .venv/bin/mike set-default --push dev"
+    assert missing in "\n".join(commands(workflow("docs")))

@@ -254,7 +254,7 @@ def notes(case: Case) -> Iterator[str]:
     if case.task == "llm":
         yield "Our small language model gained by ScheduleFree, flat_cos and EMA: measure, by lightning-tricks compare."
     if noisy(case):
-        yield "EMA and flat_cos gained as much alone as both; SAM (docs/tricks/SAMMixin.md) less, in twice the time."
+        yield "EMA or flat_cos gained as much as both: leave one out. SAM (docs/tricks/SAMMixin.md) gained less."
         yield "Leave out HardExampleFilter: wrong labels are the hardest examples, so it does harm."
     if case.data == "small" and not case.pretrained and case.task != "tabular":
         yield "With little data, pretrained weights usually bring more than any trick (--pretrained)."
