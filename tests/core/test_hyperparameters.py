@@ -93,7 +93,8 @@ def test_a_module_that_has_tricks_of_its_own_keeps_them(tmp_path: Path) -> None:
     csv = CSVLogger(tmp_path)
     train(Own, csv)
     saved = yaml.safe_load((Path(csv.log_dir) / "hparams.yaml").read_text())
-    assert saved["tricks"] == "mine" and saved["lightning_tricks"]["EMA"] == TRICKS["EMA"]
+    assert saved["tricks"] == "mine"
+    assert saved["lightning_tricks"]["EMA"] == TRICKS["EMA"]
 
 
 def test_a_logger_reads_attributes_of_hyperparameters(tmp_path: Path) -> None:
