@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any, Literal, final
 
 import lightning as L
+import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
@@ -82,6 +83,7 @@ class Averager:
         tensor([4.])
     """
 
+    @torch.inference_mode(False)  # in which tensors are made that cannot be changed after it
     def __init__(self, tensors: nn.Module | Iterable[Tensor], decay: float = 0.999, *, warmup: Warmup = True) -> None:
         check_decay(decay, warmup, 1)
         self.decay, self.warmup = decay, warmup
@@ -95,6 +97,7 @@ class Averager:
         self._averages = Averages(self._weights)
         self._averages.track(chosen)
 
+    @torch.inference_mode(False)
     def update(self) -> None:
         """Update the averages; call it after each ``optimizer.step()``.
 
@@ -107,9 +110,14 @@ class Averager:
     @contextmanager
     def swap(self) -> Iterator[None]:
         """Put the averages into the tensors inside the ``with`` block, and the tensors' own values back after it."""
-        with self._averages.showing("averaged"):
+        before, show = self._averages.holds, torch.inference_mode(False)(self._averages.show)
+        try:
+            show("averaged")
             yield
+        finally:
+            show(before)
 
+    @torch.inference_mode(False)
     def state_dict(self) -> dict[str, Any]:
         """The number of updates and the averages in their order; of a sharded module whole, in host memory.
 
@@ -120,6 +128,7 @@ class Averager:
             averages = self._weights.unshard(self._averages.tensors)
         return {"updates": self._averages.updates, "averages": [*averages.values()]}
 
+    @torch.inference_mode(False)
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the averages of a ``state_dict()``; the tensors' own values are loaded by whoever saved them.
 

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import lightning as L
+from lightning.fabric.utilities.data import AttributeDict
 
 from lightning_tricks.core.conflicts import Participant
 from lightning_tricks.core.lightning.patching import wrap_method
@@ -37,15 +38,19 @@ def hyperparameters(trainer: L.Trainer) -> dict[str, dict[str, Any]]:
 def tell_loggers(trainer: L.Trainer, undo: ExitStack) -> None:
     """Add the tricks to the hyperparameters that loggers get, under the name "tricks".
 
-    Lightning logs those of the module, and TensorBoard shows of several calls the first.
+    Where the module has a "tricks" of its own, the name is "lightning_tricks". Lightning logs those of the module, and TensorBoard shows of several calls the first.
     """
     for logger in trainer.loggers:
-        undo.callback(wrap_method(logger, "log_hyperparams", partial(_with_tricks, trainer)))
+        undo.callback(wrap_method(logger, "log_hyperparams", partial(_with_tricks, trainer, set())))
 
 
-def _with_tricks(trainer: L.Trainer, original: Any, params: Any = None, *args: Any, **kwargs: Any) -> None:
+def _with_tricks(
+    trainer: L.Trainer, taken: set[str], original: Any, params: Any = None, *args: Any, **kwargs: Any
+) -> None:
     own = {} if params is None else params if isinstance(params, Mapping) else vars(params)
-    original({**own, "tricks": hyperparameters(trainer)}, *args, **kwargs)
+    taken.update(own)  # also by the calls before
+    name = "lightning_tricks" if "tricks" in taken else "tricks"
+    original(AttributeDict({**own, name: hyperparameters(trainer)}), *args, **kwargs)  # as Lightning gives them
 
 
 def _plain(value: Any) -> Any:

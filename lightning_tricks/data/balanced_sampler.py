@@ -45,6 +45,7 @@ def balanced_sampler(
     check_range("power", power, 0.0, 1.0)
     try:
         found: list[Any] = labels.tolist() if hasattr(labels, "tolist") else list(labels)
+        found = [label.tolist() if hasattr(label, "tolist") else label for label in found]  # tensors are never equal
         counts = Counter(found)
     except TypeError as error:
         raise TypeError(f"labels must be one class for each sample, got {type(labels).__name__}: {error}.") from error

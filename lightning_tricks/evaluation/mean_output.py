@@ -68,6 +68,24 @@ def logits_in(output: Any) -> Any:
     return getattr(output, "logits", output)
 
 
+def with_logits(output: Any, logits: Tensor) -> Any:
+    """Logits in the form of an output, without its other parts: a loss is no mean.
+
+    Raises:
+        MisconfigurationException: For an object that logits alone do not make.
+    """
+    if isinstance(output, Tensor):
+        return logits
+    try:
+        return type(output)(logits=logits)
+    except TypeError as error:
+        name = type(output).__name__
+        raise MisconfigurationException(
+            f"The mean of {name} has logits alone, and {name}(logits=...) cannot be made of them: {error}; give its"
+            " other parts defaults, or return logits from forward."
+        ) from error
+
+
 class OutputMean:
     """The mean of outputs, and how often it was computed.
 
@@ -85,8 +103,7 @@ class OutputMean:
     def of(self, outputs: Sequence[Any]) -> Any:
         """The mean of outputs, tensors or objects with ``logits``, of which the mean has nothing else."""
         self.calls += 1
-        logits = mean_logits([logits_in(each) for each in outputs], self.mean, self.dim)
-        return logits if isinstance(outputs[0], Tensor) else type(outputs[0])(logits=logits)  # a loss is no mean
+        return with_logits(outputs[0], mean_logits([logits_in(each) for each in outputs], self.mean, self.dim))
 
 
 class MeanOutput(L.LightningModule):

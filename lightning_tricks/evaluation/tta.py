@@ -7,13 +7,14 @@ from types import MethodType
 from typing import Any, TypeAlias, get_args
 
 import lightning as L
+from lightning.fabric.utilities.apply_func import apply_to_collection
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_tricks.core.checks import check_choice, check_type
 from lightning_tricks.core.lightning.namespace import require_same_lightning
-from lightning_tricks.evaluation.mean_output import Mean, MeanOutput, OutputMean, logits_in, with_mean
+from lightning_tricks.evaluation.mean_output import Mean, MeanOutput, OutputMean, logits_in, with_logits, with_mean
 
 __all__ = ["tta"]
 
@@ -137,9 +138,9 @@ class _Views(OutputMean):
         outputs: list[Any] = []
         for view, undo in self.views:
             if named:
-                output = call(**{**kwargs, named[0]: view(named[1])})
+                output = call(**{**kwargs, named[0]: view(_copied(named[1]))})
             else:
-                output = call(*map(view, args[:1]), *args[1:], **kwargs)
+                output = call(*(view(_copied(arg)) for arg in args[:1]), *args[1:], **kwargs)
             outputs.append(self._turned_back(output, undo, outputs[0] if outputs else None))
         return self.of(outputs)
 
@@ -161,4 +162,9 @@ class _Views(OutputMean):
                 f" {tuple(turned.shape)} for another: let their inputs have one shape, or pass pairs, (view, what"
                 " changes the output back)."
             )
-        return turned if isinstance(output, Tensor) else type(output)(logits=turned)
+        return with_logits(output, turned)
+
+
+def _copied(value: Any) -> Any:
+    """An input whose tensors a view, or a layer, may change in place without the next view seeing it."""
+    return apply_to_collection(value, Tensor, Tensor.clone)

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_tricks.core.checks import check_count, check_range
+from lightning_tricks.core.checks import check_count, check_range, check_type
 from lightning_tricks.core.mixed_targets.target import MixedTarget
 
 __all__ = ["bce_targets"]
@@ -46,6 +46,7 @@ def bce_targets(labels: Tensor, classes: int, *, smoothing: float = 0.0, thresho
     check_range("smoothing", smoothing, 0.0, 1.0, below=True)
     if threshold is not None:
         check_range("threshold", threshold, 0.0, 1.0, below=True)
+    check_type("labels", labels, Tensor)
     if labels.ndim != 1 or labels.is_floating_point() or labels.dtype == torch.bool:
         raise ValueError(f"labels must be classes (B,), integers, got {labels.dtype} {tuple(labels.shape)}.")
     hot = F.one_hot(labels.long(), classes).to(torch.get_default_dtype()) * (1 - smoothing) + smoothing / classes

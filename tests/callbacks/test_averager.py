@@ -251,3 +251,20 @@ def test_the_callback_and_the_averager_agree_in_one_fit() -> None:
         averaged = weights(net)
     with ema.averaged(net):
         assert_equal(weights(net), averaged)
+
+
+def test_all_of_it_works_in_inference_mode() -> None:
+    network = torch.nn.Linear(2, 1)
+    with torch.inference_mode():
+        averager = Averager(network, decay=0.5, warmup=False)
+    for _ in range(2):
+        network(torch.ones(1, 2)).sum().backward()
+        averager.update()
+        with torch.inference_mode(), averager.swap():
+            network(torch.ones(1, 2))
+            state = averager.state_dict()
+    with torch.inference_mode():
+        averager.update()
+        averager.load_state_dict(state)
+    averager.update()
+    network(torch.ones(1, 2)).sum().backward()

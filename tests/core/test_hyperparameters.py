@@ -84,6 +84,29 @@ def test_a_module_without_its_own_has_those_of_the_tricks(tmp_path: Path) -> Non
     assert shown_by_tensorboard(Path(board.log_dir)) == flat({"tricks": expected})
 
 
+def test_a_module_that_has_tricks_of_its_own_keeps_them(tmp_path: Path) -> None:
+    class Own(PlainNet):
+        def __init__(self, tricks: str = "mine") -> None:
+            super().__init__()
+            self.save_hyperparameters()
+
+    csv = CSVLogger(tmp_path)
+    train(Own, csv)
+    saved = yaml.safe_load((Path(csv.log_dir) / "hparams.yaml").read_text())
+    assert saved["tricks"] == "mine"
+    assert saved["lightning_tricks"]["EMA"] == TRICKS["EMA"]
+
+
+def test_a_logger_reads_attributes_of_hyperparameters(tmp_path: Path) -> None:
+    class Reads(CSVLogger):
+        def log_hyperparams(self, params: Any) -> None:
+            found.append(getattr(params, "width", None))
+
+    found: list[Any] = []
+    train(Module, Reads(tmp_path))
+    assert found[0] == 16
+
+
 def test_without_tricks_nothing_is_added(tmp_path: Path) -> None:
     csv = CSVLogger(tmp_path)
     fit(build(Bare), logger=csv, log_every_n_steps=1)

@@ -121,6 +121,11 @@ def test_labels_may_be_of_any_kind(make: Any) -> None:
     assert lt.balanced_sampler([True, False, True]).weights.tolist() == [0.5, 1, 0.5]
 
 
+@pytest.mark.parametrize("kind", [torch.tensor, np.int64, np.array])
+def test_labels_may_be_a_list_of_tensors_as_a_data_set_has_them(kind: Any) -> None:
+    assert lt.balanced_sampler([kind(label) for label in (0, 0, 1)]).weights.tolist() == [0.5, 0.5, 1]
+
+
 @pytest.mark.parametrize(
     ("given", "error", "message"),
     [
@@ -148,6 +153,8 @@ def test_wrong_values_are_refused(given: dict[str, Any], error: type[Exception],
     [
         ([], ValueError, "got none"),
         ([0.5, 1.0], TypeError, "got the number 0.5"),
+        ([np.float32(0.5), np.float32(1)], TypeError, "got the number 0.5"),
+        ([torch.tensor([0]), torch.tensor([1])], TypeError, "one class for each sample"),
         (torch.eye(2), TypeError, "one class for each sample"),
         (None, TypeError, "got NoneType"),
     ],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning as L
 import pytest
@@ -221,6 +221,27 @@ def test_arguments_by_name_and_outputs_with_logits() -> None:
     torch.testing.assert_close(lt.tta(module, VIEWS)(x, labels=y).logits, expected)
 
 
+class InPlace(Scored):
+    """Its first layer changes its input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.mul_(2))
+
+
+@pytest.mark.parametrize("kind", [Scored, InPlace])
+def test_views_and_layers_may_work_in_place(kind: Any) -> None:
+    module, x = build(kind).eval(), DATA.tensors[0].clone()
+    expected = by_hand(module, x, "logits") if kind is Scored else sum(module(view(x.clone())) for view in VIEWS) / 3
+    views = [nn.Identity(), Tensor.neg_, flipped]
+    torch.testing.assert_close(lt.tta(module, views, mean="logits")(x), expected)
+    assert x.equal(DATA.tensors[0])
+
+
+class Whole(NamedTuple):
+    logits: Tensor
+    hidden: Tensor
+
+
 # -- what is refused --------------------------------------------------------------------------------------------------
 
 
@@ -263,6 +284,11 @@ def test_wrong_values_are_refused() -> None:
     ("output", "error", "message"),
     [
         (lambda x: {"logits": x}, MisconfigurationException, "averages tensors, got dict from forward"),
+        (
+            lambda x: Whole(x, x),
+            MisconfigurationException,
+            r"Whole\(logits=...\) cannot be made .* logits from forward",
+        ),
         (lambda x: x.softmax(-1), ValueError, "must not be probabilities"),
         (lambda x: x[:, :1], ValueError, "two classes or more, got .* use mean='logits'"),
     ],

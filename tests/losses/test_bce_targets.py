@@ -109,6 +109,7 @@ def test_samples_are_known_to_other_tricks() -> None:
         ({"classes": 1}, ValueError, "classes must be at least 2"),
         ({"smoothing": 1.0}, ValueError, "smoothing must be in"),
         ({"threshold": -0.1}, ValueError, "threshold must be in"),
+        ({"labels": [0, 1]}, TypeError, "labels must be Tensor, got"),
         ({"labels": torch.ones(2)}, ValueError, r"labels must be classes \(B,\), integers, got torch.float32"),
         ({"labels": torch.ones(2, 2).long()}, ValueError, r"got torch.int64 \(2, 2\)"),
     ],
