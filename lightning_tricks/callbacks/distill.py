@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, final
@@ -27,6 +28,7 @@ __all__ = ["Distill", "distillation_loss"]
 
 Features = str | Sequence[str] | Mapping[str, str]
 Versions = list[Any]  # of tensors
+_Seen = dict[str, list[tuple[Tensor, Versions]]]  # outputs, with the versions of each
 
 
 def distillation_loss(
@@ -39,7 +41,8 @@ def distillation_loss(
 
     Args:
         student: Logits of the student, with at least two classes along ``dim``.
-        teacher: Logits of the teacher, of the same shape; gradients do not flow into them.
+        teacher: Logits of the teacher, of the same shape; gradients do not flow into them. A class at -inf, which is
+            masked out, adds nothing.
         temperature: T, above 0; a larger one counts the unlikely classes for more.
         mask: Which samples, tokens or pixels count, other than 0, of the shape of the logits without ``dim``; None for
             all.
@@ -67,7 +70,8 @@ def distillation_loss(
         )
     mine = F.log_softmax(student.float() / temperature, dim)
     theirs = F.log_softmax(teacher.detach().float() / temperature, dim)
-    distances = temperature**2 * F.kl_div(mine, theirs, reduction="none", log_target=True).sum(dim)
+    divergences = F.kl_div(mine, theirs, reduction="none", log_target=True)
+    distances = temperature**2 * divergences.masked_fill(theirs == -torch.inf, 0.0).sum(dim)  # as 0 * log(0) is 0
     if mask is None:
         return distances.mean()
     if mask.shape != distances.shape:
@@ -104,7 +108,7 @@ class Distill(TeachingCallback):
     the inputs of ``self(...)``, or else of the only part that the training step calls, such as ``self.model(...)``; of
     several calls in a step the mean is taken. An output is a tensor of logits, or has them as ``logits``, as models of
     transformers do: (B, C), (B, L, C) with the classes last, or (B, C, H, W). Tokens that an ``attention_mask`` of the
-    call leaves out do not count.
+    call leaves out do not count; those of a decoder are in its ``decoder_attention_mask``.
 
     The teacher is another module, of which only the outputs must fit, or a ``Teacher``: an average of the module, which
     makes it a mean teacher, or with ``decay=1`` a copy of it as training begins. The teacher's weights are neither in
@@ -200,7 +204,7 @@ class Distill(TeachingCallback):
         self._part: str | None = self.student  # the name of the part whose calls the teacher repeats, once it is known
         self._calls: list[_Called] | None = None  # those of the present step
         self._inputs: dict[str, Versions] = {}  # those of the inputs of a call, by the name of the part
-        self._seen: dict[str, list[Tensor]] | None = None  # outputs of layers, by their names in the module
+        self._seen: _Seen | None = None  # outputs of layers, by their names in the module
         self._value: Tensor | None = None  # the distance in the last batch
 
     @override
@@ -299,13 +303,13 @@ class Distill(TeachingCallback):
                     f"{self.written()} compares tensors, got {type(output).__name__} from {name}: name other layers in"
                     " features=."
                 )
-            self._seen.setdefault(name, []).append(first)
+            self._seen.setdefault(name, []).append((first, versions(_tensors(first))))
 
     def _step(self, module: L.LightningModule, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a training step, and add the distance to what the teacher says in its place."""
         if not torch.is_grad_enabled():
             return original(*args, **kwargs)  # a trial
-        seen: dict[str, list[Tensor]] = {}
+        seen: _Seen = {}
         self._calls, self._seen = [], seen
         try:
             output = original(*args, **kwargs)
@@ -353,18 +357,16 @@ class Distill(TeachingCallback):
                 )
         return found
 
-    def _distance(
-        self, module: L.LightningModule, calls: Sequence[_Called], seen: Mapping[str, Sequence[Tensor]]
-    ) -> Tensor:
+    def _distance(self, module: L.LightningModule, calls: Sequence[_Called], seen: _Seen) -> Tensor:
         """The mean distance over the calls of a step, or over layers."""
-        self._seen = theirs = dict[str, list[Tensor]]()
+        self._seen = theirs = _Seen()
         try:
             answers = self._source.answers(module, [called.call for called in calls])
         finally:
             self._seen = None
         if self.features is None:
             distances = [
-                self._of_outputs(self._logits(called.output), self._logits(answer), called.call.kwargs)
+                self._of_outputs(self._logits(called.output), self._logits(answer), _attended(called))
                 for called, answer in zip(calls, answers, strict=True)
             ]
         else:
@@ -376,7 +378,7 @@ class Distill(TeachingCallback):
             )
         return torch.stack(distances).mean()
 
-    def _of_outputs(self, mine: Tensor, theirs: Tensor, kwargs: Mapping[str, Any]) -> Tensor:
+    def _of_outputs(self, mine: Tensor, theirs: Tensor, attended: Any) -> Tensor:
         self._require_alike("outputs", mine, theirs)
         if self.temperature is None:
             return F.mse_loss(mine.float(), theirs.float())
@@ -386,20 +388,22 @@ class Distill(TeachingCallback):
                 f"{self.written()} compares logits of at least two classes, got outputs {tuple(mine.shape)}: pass"
                 " temperature=None for their mean squared error."
             )
-        attended = kwargs.get("attention_mask")
         mask = attended if isinstance(attended, Tensor) and attended.shape == mine.shape[:-1] else None
         return distillation_loss(mine, theirs, temperature=self.temperature, mask=mask, dim=dim)
 
-    def _of_layer(
-        self, name: str, seen: Mapping[str, Sequence[Tensor]], answers: Mapping[str, Sequence[Tensor]]
-    ) -> Iterator[Tensor]:
+    def _of_layer(self, name: str, seen: _Seen, answers: _Seen) -> Iterator[Tensor]:
         mine, theirs = seen[name], answers.get(name, [])
         if len(mine) != len(theirs):
             raise MisconfigurationException(
                 f"{self.written()} compares the outputs of {name}, which the student calls {len(mine)} times in a step,"
                 f" and the teacher {len(theirs)} times: name other layers in features=."
             )
-        for one, other in zip(mine, theirs, strict=True):
+        if any(versions(_tensors(output)) != before for output, before in (*mine, *theirs)):
+            raise MisconfigurationException(
+                f"{self.written()}: the outputs of {name} are written to by what follows, as by an activation with"
+                " inplace=True: name that layer in features=, or let it make new tensors."
+            )
+        for (one, _), (other, _) in zip(mine, theirs, strict=True):
             self._require_alike(f"outputs of {name}", one, other)
             yield F.mse_loss(one.float(), other.float())
 
@@ -432,7 +436,7 @@ class Distill(TeachingCallback):
     @property
     @override
     def state_key(self) -> str:
-        return f"{super().state_key}, features={self.features!r}"
+        return f"{super().state_key}, features={self.features!r}, student={self.student!r}"
 
 
 def _pairs(features: Features) -> list[tuple[str, str]]:
@@ -440,6 +444,14 @@ def _pairs(features: Features) -> list[tuple[str, str]]:
     if isinstance(features, Mapping):
         return list(features.items())
     return [(pattern, pattern) for pattern in listed(features)]
+
+
+def _attended(called: _Called) -> Any:
+    """The mask of the tokens whose logits a call has returned, by position or by name; None if it was given none."""
+    # An encoder and a decoder have tokens of their own, and the logits are those of the decoder.
+    name = "decoder_attention_mask" if hasattr(called.output, "encoder_last_hidden_state") else "attention_mask"
+    names = inspect.signature(called.call.part.forward).parameters
+    return {**dict(zip(names, called.call.args, strict=False)), **called.call.kwargs}.get(name)
 
 
 def _tensors(value: Any) -> list[Tensor]:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
@@ -217,6 +218,16 @@ def test_the_formula_is_that_of_the_paper() -> None:
     assert not gradient.any()
 
 
+def test_a_class_that_both_mask_out_adds_nothing() -> None:
+    student, teacher = torch.randn(6, 5, requires_grad=True), torch.randn(6, 5)
+    whole = torch.cat([student, torch.full((6, 1), -torch.inf)], 1)
+    masked = distillation_loss(whole, torch.cat([teacher, torch.full((6, 1), -torch.inf)], 1))
+    (gradient,) = torch.autograd.grad(masked, student)
+    (expected,) = torch.autograd.grad(distillation_loss(student, teacher), student)
+    torch.testing.assert_close(masked, distillation_loss(student, teacher))
+    torch.testing.assert_close(gradient, expected)
+
+
 def test_at_a_high_temperature_its_gradients_are_those_of_the_squared_error_of_centred_logits() -> None:
     student, teacher = torch.randn(6, 5, requires_grad=True), torch.randn(6, 5)
     (found,) = torch.autograd.grad(distillation_loss(student, teacher, temperature=1e3), student)
@@ -259,6 +270,42 @@ def test_the_tokens_of_a_model_of_transformers_count_but_for_padding(pad: bool) 
     assert_close(found, {name: p.grad for name, p in reference.named_parameters()})
 
 
+class Masked(nn.Module):
+    """Has an output for each token, which a mask in the second place does not change."""
+
+    def __init__(self, decodes: bool) -> None:
+        super().__init__()
+        self.table, self.decodes = nn.Embedding(32, 5), decodes
+
+    def forward(self, ids: Tensor, attention_mask: Tensor, decoder_attention_mask: Tensor | None = None) -> Any:
+        encoded = {"encoder_last_hidden_state": ids} if self.decodes else {}
+        return SimpleNamespace(logits=self.table(ids), **encoded)
+
+
+@pytest.mark.parametrize(
+    ("decodes", "decoder_mask", "counts"), [(False, False, 2), (True, False, 6), (True, True, 4)], ids=str
+)
+def test_the_mask_is_found_by_its_place_and_an_encoder_has_another(
+    decodes: bool, decoder_mask: bool, counts: int
+) -> None:
+    class Reads(Llama):
+        def __init__(self) -> None:
+            L.LightningModule.__init__(self)
+            self.model = Masked(decodes)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            (ids,) = batch
+            first = {n: torch.arange(6).lt(n).expand_as(ids) for n in (2, 4)}
+            given = {"decoder_attention_mask": first[4]} if decoder_mask else {}
+            return self.model(ids, first[2], **given).logits.square().mean()
+
+    other, module, ids = Masked(False), build(Reads), torch.arange(12).view(2, 6)
+    expected = distillation_loss(module.model.table(ids[:, :counts]), other.table(ids[:, :counts]))  # type: ignore
+    run = trainer(callbacks=[lt.Distill(other)], max_steps=1, log_every_n_steps=1)
+    run.fit(module, DataLoader(TensorDataset(ids), 2))
+    torch.testing.assert_close(run.callback_metrics["tricks/distill_loss"], expected.detach())
+
+
 @pytest.mark.parametrize(
     ("features", "pairs"),
     [
@@ -289,6 +336,17 @@ def test_outputs_of_layers_are_compared(features: Any, pairs: list[tuple[str, st
     loss = reference.training_step((x, y), 0)
     (loss + 3 * torch.stack([(outputs[a] - outputs[b]).square().mean() for a, b in pairs]).mean()).backward()
     assert_close(found, {name: p.grad for name, p in reference.named_parameters()})
+
+
+def test_outputs_of_a_layer_that_are_written_to_are_refused() -> None:
+    class Inplace(Small):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model.insert(1, nn.ReLU(inplace=True))
+
+    callback = lt.Distill(lt.Teacher(1.0), features="Conv2d")
+    with pytest.raises(MisconfigurationException, match=r"outputs of model\.0 are written to by what follows"):
+        trainer(callbacks=[callback], max_steps=1).fit(build(Inplace), images())
 
 
 def test_numbers_that_are_no_logits_are_compared_by_their_squares() -> None:
@@ -339,6 +397,24 @@ def test_of_several_calls_the_mean_is_taken() -> None:
     distances = [distillation_loss(reference(each), teacher(each)) for each in (x, -x)]
     (F.cross_entropy(reference(x), y) + F.cross_entropy(reference(-x), y) + sum(distances) / 2).backward()
     assert_close(found, {name: p.grad for name, p in reference.named_parameters()})
+
+
+class Heads(PlainNet):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(8, 2), nn.Linear(8, 3)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        return F.cross_entropy(self.one(x), y) + F.cross_entropy(self.two(x), y)
+
+
+def test_every_part_may_have_an_average_that_teaches_it() -> None:
+    module, apart = build(Heads), build(Heads)
+    fit(module, callbacks=[lt.Distill(lt.Teacher(0.9), student=part) for part in ("one", "two")])
+    teacher = lt.Teacher(0.9)
+    fit(apart, callbacks=[teacher, *(lt.Distill(teacher, student=part) for part in ("one", "two"))])
+    assert_equal(weights(module), weights(apart))
 
 
 class WithLabels(nn.Module):

@@ -57,6 +57,22 @@ def test_a_copy_says_the_same_in_every_step(kind: Any, settings: dict[str, Any])
     assert (module(torch.eye(8)) != expected).any()
 
 
+def test_what_forward_logs_is_of_the_module() -> None:
+    class Logs(Asks):
+        def forward(self, x: Tensor) -> Tensor:
+            z = super().forward(x)
+            self.log("size", float(len(x)), on_step=True)
+            return z
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self(batch[0])
+            return super().training_step(batch, batch_idx)
+
+    run = fit(module := build(Logs), callbacks=[lt.Teacher(0.9)], log_every_n_steps=1, limit_val_batches=0)
+    assert module.said
+    assert run.callback_metrics["size"] != 8
+
+
 def test_an_average_says_what_an_average_made_by_hand_says() -> None:
     class Reference(Asks):
         def on_train_start(self) -> None:

@@ -21,6 +21,7 @@ from lightning_tricks.core.averaging.decay import ema_decay
 from lightning_tricks.core.averaging.state import callback_state, local_state
 from lightning_tricks.core.checks import check_range, check_type, some
 from lightning_tricks.core.lightning.engine import TORCH, require_engine
+from lightning_tricks.core.lightning.patching import wrap_method
 from lightning_tricks.core.lightning.trainer import is_fitting
 from lightning_tricks.core.mixed_targets.target import MixedTarget, plain_tensor
 from lightning_tricks.core.mixed_targets.unmixed import UnmixedPart
@@ -188,6 +189,8 @@ class TeachingCallback(Averaging):
         """
         teacher: nn.Module = pl_module if self.module is None else self.module
         with ExitStack() as stack:
+            if self.module is None:
+                stack.callback(wrap_method(pl_module, "log", lambda *_, **__: None))  # forward may log, for itself
             if self._average is not None and self.coordinator is not None:
                 self._follow()
                 # All of these are as before when the block ends, and the graph of the step may hold each of them.

@@ -159,10 +159,10 @@ class Fit(_BaseProgress):
         """Have Lightning make loaders anew that were made before the checkpoint is restored.
 
         ``estimated_stepping_batches`` makes them in ``configure_optimizers``. They have begun at the beginning by then,
-        and their workers have read ahead there.
+        and their workers have read ahead there. A user's callback may restore the loop amid a fit, which reads on.
         """
         loop = self._trainer.fit_loop
-        if loop._combined_loader is not None:
+        if loop._combined_loader is not None and not self._begun:
             loop.teardown()  # ends their workers
             loop._combined_loader = None
             vars(loop.epoch_loop.batch_progress.current).pop("orders", None)  # of a FitSampler that was read by then
