@@ -38,7 +38,8 @@ def hyperparameters(trainer: L.Trainer) -> dict[str, dict[str, Any]]:
 def tell_loggers(trainer: L.Trainer, undo: ExitStack) -> None:
     """Add the tricks to the hyperparameters that loggers get, under the name "tricks".
 
-    Where the module has a "tricks" of its own, the name is "lightning_tricks". Lightning logs those of the module, and TensorBoard shows of several calls the first.
+    Where the module has a "tricks" of its own, the name is "lightning_tricks". Lightning logs those of the module, and
+    TensorBoard shows of several calls the first.
     """
     for logger in trainer.loggers:
         undo.callback(wrap_method(logger, "log_hyperparams", partial(_with_tricks, trainer, set())))
