@@ -1,10 +1,11 @@
 """The schedules as bare schedulers: ``lr_scheduler.cosine(optimizer)`` is the ``LRScheduler`` of ``cosine``.
 
 For code that makes the dictionary itself, such as ``configure_optimizers`` of lightning-hydra-template, and for loops
-without a Trainer. They take the arguments of the factories of the same name. Inside ``configure_optimizers`` they find
-the module by themselves, and a Trainer steps them as often as the factory would have it, whatever "interval" and
+without a Trainer. They take the arguments of the factories of the same name. Inside ``configure_optimizers(self)`` they
+find the module by themselves, and a Trainer steps them as often as the factory would have it, whatever "interval" and
 "frequency" they are returned with. Elsewhere call ``scheduler.step()`` after each ``optimizer.step()``, and pass
-``total_steps``.
+``total_steps``: made in the module's ``__init__``, for example, and returned without "interval": "step", a scheduler
+is stepped by Lightning once an epoch.
 """
 
 from __future__ import annotations
