@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -106,3 +107,19 @@ def test_lightning_alone_does_otherwise(limit: dict[str, int], workers: int, tmp
     """Where this fails Lightning has been mended, and ``begin_epoch`` with its ``_Loop`` can go."""
     whole = seen(workers, False, **limit, **saving(tmp_path))
     assert seen(workers, False, tmp_path / "step=6.ckpt", **limit) != whole[6:]
+
+
+def test_a_users_callback_may_restore_the_loop_amid_an_epoch() -> None:
+    states: list[Any] = []
+
+    def go_back(trainer: L.Trainer, *_: Any) -> None:
+        if trainer.global_step == 4 and not states:
+            states.append(copy.deepcopy(trainer.fit_loop.state_dict()))
+        elif trainer.global_step == 5 and len(states) == 1:
+            states.append(trainer.fit_loop.load_state_dict(states[0]))
+
+    callbacks = [lt.EMA(0.9), LambdaCallback(on_train_batch_end=go_back)]
+    run = trainer(callbacks=callbacks, max_epochs=3)
+    numbers: Any = torch.arange(6.0)[:, None]
+    run.fit(module := Notes(), DataLoader(numbers, 2), DataLoader(numbers, 3))
+    assert (len(states), len(module.seen), run.current_epoch) == (2, 9, 3)
