@@ -57,6 +57,12 @@ _TABLE = {
             "ddp_bf16 over slow links: gradients are sent in 16 bits, with PowerSGD or with local SGD",
             {"compression": "bf16"},
         ),
+        _Row(
+            "ddp_diloco_bf16",
+            DDPPreset,
+            "ddp_bf16 over the slowest links: nodes train apart, and every 100 steps DiLoCo's outer optimizer steps",
+            {"compression": "local_sgd", "local_sgd_period": 100, "outer_lr": 0.7, "outer_momentum": 0.9},
+        ),
         _Row("fsdp2_bf16", FSDP2Preset, "model and optimizer do not fit, and links are fast: shards everything"),
         _Row("fsdp2_offload_bf16", FSDP2Preset, "fsdp2_bf16 with the shards in host memory", {"offload": True}),
         _Row(
@@ -142,7 +148,7 @@ def presets() -> list[dict[str, Any]]:
 
     Example:
         >>> [row["name"] for row in presets() if row["strategy"] == "DDPPreset"]
-        ['ddp_bf16', 'ddp_fp16', 'ddp_compressed_bf16']
+        ['ddp_bf16', 'ddp_fp16', 'ddp_compressed_bf16', 'ddp_diloco_bf16']
     """
     return [
         {

@@ -9,7 +9,8 @@ from typing import Any, Literal, final
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
@@ -17,7 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_tricks.core.checks import check_choice, check_count
+from lightning_tricks.core.checks import check_choice, check_count, check_range
+from lightning_tricks.strategies.ddp.outer import OuterOptimizer, State, fragments
 
 Compression = Literal["none", "bf16", "fp16", "powersgd", "local_sgd"]
 
@@ -27,7 +29,7 @@ _ARGUMENTS: dict[str, tuple[str, ...]] = {
     "bf16": (),
     "fp16": (),
     "powersgd": ("powersgd_rank", "compression_start"),
-    "local_sgd": ("local_sgd_period", "compression_start"),
+    "local_sgd": ("local_sgd_period", "outer_lr", "outer_momentum", "fragments", "compression_start"),
 }
 _NEVER = sys.maxsize
 
@@ -75,6 +77,16 @@ class Compressor:
 
     def average_states(self, optimizer: Optimizer) -> None:
         """Average the optimizer states over all ranks, if they differ."""
+
+    def outer_state(self) -> State | None:
+        """The state of the outer optimizer, which a checkpoint holds; None if there is none."""
+        return None
+
+    def load_outer_state(self, state: State) -> None:
+        """Go on from the state of the outer optimizer in a checkpoint."""
+
+    def end(self) -> None:
+        """Free the devices, when training has ended."""
 
 
 @final
@@ -140,24 +152,51 @@ class LocalSGD(Compressor):
     """Local SGD: gradients are averaged within a node, and every few steps the weights over all nodes.
 
     Args:
-        period: The number of optimizer steps between two averages of the weights, at least 1.
+        period: The number of optimizer steps between two synchronisations of a weight, at least 1.
         start: The number of optimizer steps of ordinary data parallelism before that.
+        outer_lr: The learning rate of the outer optimizer, above 0; at 1 without momentum there is none.
+        outer_momentum: The Nesterov momentum of the outer optimizer, in [0, 1).
+        fragments: The number of parts of the model, at most ``period``, that are synchronised in turn.
     """
 
-    def __init__(self, period: int = 8, start: int = 0) -> None:
+    def __init__(
+        self,
+        period: int = 8,
+        start: int = 0,
+        outer_lr: float = 1.0,
+        outer_momentum: float = 0.0,
+        fragments: int = 1,
+    ) -> None:
         super().__init__(post_localSGD_hook)
         check_count("local_sgd_period", period)
-        self.period, self.start = period, start
+        check_range("outer_lr", outer_lr, sys.float_info.min)
+        check_range("outer_momentum", outer_momentum, 0.0, 1.0, below=True)
+        check_count("fragments", fragments)
+        if fragments > period:
+            raise ValueError(
+                f"fragments must be at most local_sgd_period={period}, since one is synchronised at a time, got"
+                f" {fragments}. Take fewer fragments, or a longer period."
+            )
+        self.period, self.start, self.fragments = period, start, fragments
+        self.outer_lr, self.outer_momentum = outer_lr, outer_momentum
         self.state: PostLocalSGDState | None = None
+        self.outer: OuterOptimizer | None = None
 
     @override
     def register(self, model: DistributedDataParallel, node_size: int) -> None:
+        if not all(fragments(model, self.fragments)):
+            raise MisconfigurationException(
+                f"fragments={self.fragments} are more than {type(model.module).__name__} has layers to train, which are"
+                " its repeated blocks and the modules outside of them. Take fewer fragments."
+            )
         if self.state is None:
             # With a single node, each process averages gradients with nobody else.
             group_size = node_size if node_size < dist.get_world_size() else 1
             self.state = PostLocalSGDState(None, dist.new_subgroups(group_size)[0], start_localSGD_iter=_NEVER)
         self.state.iter, self.state.start_localSGD_iter = 0, _NEVER
         self.model, self.averaged = model, True
+        has_outer = (self.outer_lr, self.outer_momentum) != (1.0, 0.0)
+        self.outer = OuterOptimizer(self.outer_lr, self.outer_momentum) if has_outer else None
         model.register_comm_hook(self.state, self.hook)
 
     @override
@@ -169,19 +208,37 @@ class LocalSGD(Compressor):
     def after_step(self, loss_scale: float, average_now: bool) -> None:
         self.averaged = self.step < self.start
         self.step += 1
-        if average_now or self.step % self.period == 0:
+        if not self.averaged:
+            self._synchronise()
+        if average_now:
             self.average_weights()
         self._start_when_due()
 
     def _start_when_due(self) -> None:
         assert self.state is not None, "the state is made in register()"
-        if self.step >= self.start:
+        if self.step >= self.start and self.state.start_localSGD_iter == _NEVER:
             self.state.start_localSGD_iter = 0
+            if self.outer is not None:
+                self.outer.follow(self._trained())
+
+    def _synchronise(self) -> None:
+        """Synchronise the fragment whose turn it is, if any: fragment i at step (i + 1) / fragments of a period."""
+        turns = [(number + 1) * self.period // self.fragments % self.period for number in range(self.fragments)]
+        if (step := self.step % self.period) not in turns:
+            return
+        parameters = fragments(self.model, self.fragments)[turns.index(step)]
+        average(parameters)
+        if self.outer is not None:
+            self.outer.step(parameters)
+        self.averaged = self.fragments == 1
+
+    def _trained(self) -> Iterable[nn.Parameter]:
+        return (parameter for parameter in self.model.parameters() if parameter.requires_grad)
 
     @override
     def average_weights(self) -> None:
         if not self.averaged:
-            average(parameter for parameter in self.model.parameters() if parameter.requires_grad)
+            average(self._trained())
         self.averaged = True
 
     @override
@@ -191,8 +248,24 @@ class LocalSGD(Compressor):
             # A scalar is a count of steps, which is equal on all ranks.
             average(s for s in states if isinstance(s, Tensor) and s.is_floating_point() and s.ndim)
 
+    @override
+    def outer_state(self) -> State | None:
+        if self.outer is None or not self.outer.last:
+            return None
+        return self.outer.state_dict({p: name for name, p in self.model.module.named_parameters()})
 
-def make_compressor(compression: Compression, **arguments: int | None) -> Compressor | None:
+    @override
+    def load_outer_state(self, state: State) -> None:
+        if self.outer is not None:
+            self.outer.load_state_dict(state, dict(self.model.module.named_parameters()))
+
+    @override
+    def end(self) -> None:
+        if self.outer is not None:
+            self.outer.to_host()
+
+
+def make_compressor(compression: Compression, **arguments: float | None) -> Compressor | None:
     """Make the compressor of a name.
 
     Args:
@@ -212,7 +285,7 @@ def make_compressor(compression: Compression, **arguments: int | None) -> Compre
         )
     if "compression_start" in given:
         check_count("compression_start", given["compression_start"], least=0)
-    settings = {name.removeprefix(f"{compression}_").removeprefix("compression_"): given[name] for name in given}
+    settings: dict[str, Any] = {name.removeprefix(f"{compression}_").removeprefix("compression_"): given[name] for name in given}
     if compression == "powersgd":
         return PowerSGD(**settings)
     if compression == "local_sgd":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from inspect import signature
 from typing import Any, final
 
@@ -102,6 +102,9 @@ class DDPPreset(PresetStrategy, DDPStrategy):
         compression: Compression = "none",
         powersgd_rank: int | None = None,
         local_sgd_period: int | None = None,
+        outer_lr: float | None = None,
+        outer_momentum: float | None = None,
+        fragments: int | None = None,
         compression_start: int | None = None,
         gradient_as_bucket_view: bool = True,
         **settings: Any,
@@ -113,11 +116,16 @@ class DDPPreset(PresetStrategy, DDPStrategy):
             raise TypeError(
                 f"DDPPreset has no argument {some(unknown)}; DDPStrategy has {some(sorted(known), len(known))}."
             )
-        self.compression = compression
+        self.compression, self.compression_start = compression, compression_start
+        self.powersgd_rank, self.local_sgd_period = powersgd_rank, local_sgd_period
+        self.outer_lr, self.outer_momentum, self.fragments = outer_lr, outer_momentum, fragments
         self._compressor = make_compressor(
             compression,
             powersgd_rank=powersgd_rank,
             local_sgd_period=local_sgd_period,
+            outer_lr=outer_lr,
+            outer_momentum=outer_momentum,
+            fragments=fragments,
             compression_start=compression_start,
         )
         hooks = ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper", "model_averaging_period")
@@ -205,6 +213,25 @@ class DDPPreset(PresetStrategy, DDPStrategy):
         if self._active:
             self._active.average_states(optimizer)
         return super().optimizer_state(optimizer)
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        outer = self._compressor and self._compressor.outer_state()  # also after the fit, when there is no DDP
+        if outer and "optimizer_states" in checkpoint:
+            checkpoint["outer_optimizer"] = outer
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        super().load_optimizer_state_dict(checkpoint)
+        if self._active and "outer_optimizer" in checkpoint:
+            self._active.load_outer_state(checkpoint["outer_optimizer"])
+
+    @override
+    def teardown(self) -> None:
+        if self._active:
+            self._active.end()
+        super().teardown()
 
     def _average_weights(self) -> None:
         if self._active:
