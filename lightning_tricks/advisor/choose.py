@@ -106,6 +106,11 @@ def advice(
             "Over slow links the weights are sent in every forward and backward pass: use many samples per step"
             f"{pipeline}."
         )
+    elif estimate.strategy == "ddp_compressed_bf16" and hardware.nodes > 1:
+        texts.append(
+            "Where sending gradients in 16 bits still takes longer than a step (Ethernet, several sites),"
+            f" strategy='ddp_diloco_bf16' sends weights every 100 steps, for {readable(8 * size)} more on each device."
+        )
     if size >= LARGE and hardware.bf16 and not estimate.strategy.startswith("zero3"):
         texts.append("On Ada, Hopper and later, callbacks=[Float8(), Compile()] may be faster. It saves no memory.")
     if micro is not None and estimate.activations > estimate.total / 2 and (accumulate > 1 or failed):

@@ -232,6 +232,13 @@ def test_the_table_of_the_page_is_the_order_of_the_presets() -> None:
     assert candidates(Hardware(GB)) == [*takes["one device"], offloaded[-1]]
 
 
+def test_diloco_is_named_where_links_between_nodes_are_slow() -> None:
+    said = "strategy='ddp_diloco_bf16' sends weights every 100 steps, for 40 MB more on each device."
+    for nodes, links, told in ((2, "slow", True), (1, "slow", False), (2, "fast", False)):
+        hardware = Hardware(80 * GB, devices=8, nodes=nodes, links=links)
+        assert any(said in text for text in suggest_strategy(5_000_000, hardware=hardware).advice) is told
+
+
 def test_links_that_are_taken_to_be_fast_are_said() -> None:
     said = "Links are taken to be fast (NVLink, InfiniBand): for PCIe or Ethernet, set links='slow'."
     assert said in suggest_strategy(SMALL, hardware=Hardware(80 * GB, devices=8)).advice

@@ -119,6 +119,7 @@ FORMS = [  # in fp32 one preset stands for the other, as the test before this on
     pytest.param(form, name, marks=[] if form == "fp32" and name in QUICK else [pytest.mark.slow])
     for form in ("fp32", "as named")
     for name in PRECISIONS
+    if name != "ddp_diloco_bf16"  # whose plain loop is in tests/strategies/ddp/test_outer.py
 ]
 
 

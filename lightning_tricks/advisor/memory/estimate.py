@@ -336,6 +336,10 @@ def _parts(
     weights = _shard(parameters.bytes(dtype), layout.shards(3, world, nodes))
     gradients = _shard(parameters.bytes(dtype, trainable=True), layout.shards(2, world, nodes))
     optimizer = _shard(masters + states.persistent, layout.shards(1, world, nodes))
+    passing = _shard(states.temporary, layout.shards(1, world, nodes))
+    if layout.outer_optimizer and world > 1:
+        optimizer += 2 * gradients  # the weights of the last synchronisation and the momentum
+        passing = max(passing, 2 * gradients)  # the distance to the mean, and that with momentum
     copies = masters or parameters.bytes(dtype, trainable=True)
     return {
         "weights": 0 if offloaded and layout.stage == 3 else weights,
@@ -344,7 +348,7 @@ def _parts(
         "extras": _shard(len(extras) * copies, layout.shards(1, world, nodes)),
         "buffers": parameters.buffer_bytes,
         "casts": _casts(layout, parameters, measured),
-        "passing": 0 if offloaded else _shard(states.temporary, layout.shards(1, world, nodes)),
+        "passing": 0 if offloaded else passing,
         "largest_layer": _forward_bytes(layout, parameters, parameters.largest_layer),
         **_communicated(layout, parameters),
         **_offloaded(layout, parameters, masters + states.persistent, nodes),

@@ -29,6 +29,7 @@ class Layout:
         within_nodes: Whether each node has a copy of its own of what is sharded (HSDP).
         splits_layers: Whether the devices of a node share each layer (tensor parallelism), of which they have parts
             that are sharded among nodes.
+        outer_optimizer: Whether there are the weights and the momentum of an outer optimizer (DiLoCo).
     """
 
     strategy: str
@@ -39,6 +40,7 @@ class Layout:
     bucket_view: bool = True
     within_nodes: bool = False
     splits_layers: bool = False
+    outer_optimizer: bool = False
 
     @property
     def weight_dtype(self) -> torch.dtype | None:
@@ -104,4 +106,5 @@ def layout_of(strategy: str | None, precision: str | None) -> Layout:
         offload={True: "cpu", False: "none"}.get(offload, offload),
         within_nodes=arguments.get("replicas") == "nodes",
         splits_layers=arguments.get("tensor_parallel") == "node",
+        outer_optimizer="outer_lr" in arguments,
     )

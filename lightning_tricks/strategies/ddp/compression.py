@@ -182,6 +182,11 @@ class LocalSGD(Compressor):
         self.state: PostLocalSGDState | None = None
         self.outer: OuterOptimizer | None = None
 
+    @property
+    def has_outer(self) -> bool:
+        """Whether an outer optimizer does more than to take the mean."""
+        return (self.outer_lr, self.outer_momentum) != (1.0, 0.0)
+
     @override
     def register(self, model: DistributedDataParallel, node_size: int) -> None:
         if not all(fragments(model, self.fragments)):
@@ -195,8 +200,7 @@ class LocalSGD(Compressor):
             self.state = PostLocalSGDState(None, dist.new_subgroups(group_size)[0], start_localSGD_iter=_NEVER)
         self.state.iter, self.state.start_localSGD_iter = 0, _NEVER
         self.model, self.averaged = model, True
-        has_outer = (self.outer_lr, self.outer_momentum) != (1.0, 0.0)
-        self.outer = OuterOptimizer(self.outer_lr, self.outer_momentum) if has_outer else None
+        self.outer = OuterOptimizer(self.outer_lr, self.outer_momentum) if self.has_outer else None
         model.register_comm_hook(self.state, self.hook)
 
     @override
@@ -276,7 +280,7 @@ def make_compressor(compression: Compression, **arguments: float | None) -> Comp
         ValueError: If the name is unknown, or an argument is out of range or has no effect.
     """
     check_choice("compression", compression, _ARGUMENTS)
-    given = {name: value for name, value in arguments.items() if value is not None}
+    given: dict[str, Any] = {name: value for name, value in arguments.items() if value is not None}
     for name in given.keys() - set(_ARGUMENTS[compression]):
         users = " or ".join(repr(user) for user, names in _ARGUMENTS.items() if name in names)
         raise ValueError(
@@ -285,7 +289,7 @@ def make_compressor(compression: Compression, **arguments: float | None) -> Comp
         )
     if "compression_start" in given:
         check_count("compression_start", given["compression_start"], least=0)
-    settings: dict[str, Any] = {name.removeprefix(f"{compression}_").removeprefix("compression_"): given[name] for name in given}
+    settings = {name.removeprefix(f"{compression}_").removeprefix("compression_"): given[name] for name in given}
     if compression == "powersgd":
         return PowerSGD(**settings)
     if compression == "local_sgd":

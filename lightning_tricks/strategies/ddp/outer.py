@@ -1,4 +1,4 @@
-"""DiLoCo: an outer optimizer steps by how far the ranks have come since their weights were last synchronised."""
+"""DiLoCo's outer optimizer, which steps by how far the ranks have come; apart from the hooks, which most runs need."""
 
 from __future__ import annotations
 
@@ -80,12 +80,12 @@ class OuterOptimizer:
     def step(self, parameters: list[nn.Parameter]) -> None:
         """Make an outer step with parameters that hold the mean over the ranks, and leave its result in them."""
         self.follow(parameters)  # What has come to train since takes its first step from here.
-        last = [self.last[parameter] for parameter in parameters]
-        for weight, gradient in zip(last, torch._foreach_sub(last, parameters), strict=True):
+        last, means = [self.last[parameter] for parameter in parameters], list[Tensor](parameters)
+        for weight, gradient in zip(last, torch._foreach_sub(last, means), strict=True):
             weight.grad = gradient
         self.sgd.step()
         self.sgd.zero_grad()  # SGD passes over the other fragments, which have no gradients.
-        torch._foreach_copy_(parameters, last)
+        torch._foreach_copy_(means, last)
 
     def state_dict(self, names: Mapping[nn.Parameter, str]) -> State:
         """The weights of the last synchronisation and the momentum, by the names of the parameters."""

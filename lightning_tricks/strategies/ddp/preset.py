@@ -39,7 +39,7 @@ _OWN_STATES = re.compile("8bit|4bit|Fp8|GaLore|SOAP|Prodigy", re.IGNORECASE)  # 
 
 @final
 class DDPPreset(PresetStrategy, DDPStrategy):
-    """Data parallelism: the presets ``ddp_bf16``, ``ddp_fp16`` and ``ddp_compressed_bf16``.
+    """Data parallelism: the presets ``ddp_bf16``, ``ddp_fp16``, ``ddp_compressed_bf16`` and ``ddp_diloco_bf16``.
 
     Each process has a full copy of the model, and gradients are averaged. With ``devices=1, num_nodes=1`` it works
     like ``SinglePreset``: no process group, no wrapper, and the loaders keep their samplers.
@@ -51,11 +51,22 @@ class DDPPreset(PresetStrategy, DDPStrategy):
     not at all) and the weights of all nodes every ``local_sgd_period`` steps, before validation and at the end of each
     epoch. A checkpoint averages weights and optimizer states, so that resuming from it is exact.
 
+    With ``outer_lr`` and ``outer_momentum`` that is DiLoCo: ``x`` are the weights of the last synchronisation, ``y``
+    the mean of the ranks' weights, and every ``local_sgd_period`` steps ``g = x - y``, ``m = outer_momentum * m + g``,
+    ``x = x - outer_lr * (g + outer_momentum * m)``, where all ranks go on from. ``fragments`` of the model take turns,
+    as in Streaming DiLoCo: as many bytes, but fewer at a time. Validation, epochs and checkpoints still average the
+    weights, and end no period. ``x`` and ``m`` are in the checkpoint, from which any number of ranks resumes.
+
     Args:
         precision: The precision to train in: "bf16-mixed", "16-mixed" or "32-true".
         compression: The compression of gradients: "none", "bf16", "fp16", "powersgd" or "local_sgd".
         powersgd_rank: The rank r of "powersgd", at least 1, by default 4; 1 to 4 for vision, up to 32 for language.
         local_sgd_period: The number of optimizer steps between averages of the weights, at least 1, by default 8.
+        outer_lr: The learning rate of the outer optimizer of "local_sgd", above 0, by default 1; DiLoCo has 0.7.
+        outer_momentum: Its Nesterov momentum, in [0, 1), by default 0; DiLoCo has 0.9. With the defaults of both there
+            is no outer optimizer, which takes 8 bytes a weight.
+        fragments: The number of parts of the model, of about the same size, that "local_sgd" synchronises in turn, at
+            least 1 and at most ``local_sgd_period``, by default 1.
         compression_start: The number of optimizer steps with uncompressed gradients, by default 1000 for "powersgd"
             (never fewer than 2) and 0 for "local_sgd".
         gradient_as_bucket_view: Whether gradients are views into DDP's buckets, which saves a copy of them.
@@ -67,7 +78,8 @@ class DDPPreset(PresetStrategy, DDPStrategy):
         ValueError: If a compression argument is out of range or has no effect, or if a ``ddp_comm_hook`` is given
             in addition to a compression.
         MisconfigurationException: When training starts with "local_sgd" and a callback that averages weights, or an
-            optimizer that shards its states: the weights of the ranks differ between averages.
+            optimizer that shards its states: the weights of the ranks differ between averages. With more fragments than
+            layers. With an outer optimizer and ``RewindOnSpike`` or Lookahead, which set weights back by themselves.
 
     Example:
         >>> import lightning as L
@@ -78,7 +90,8 @@ class DDPPreset(PresetStrategy, DDPStrategy):
         ValueError: powersgd_rank has no effect with compression='bf16', got 2. Leave it out, or pass ...
 
     References:
-        PowerSGD: https://arxiv.org/abs/1905.13727, local SGD: https://arxiv.org/abs/1808.07217
+        PowerSGD: https://arxiv.org/abs/1905.13727, local SGD: https://arxiv.org/abs/1808.07217, DiLoCo:
+        https://arxiv.org/abs/2311.08105, Streaming DiLoCo: https://arxiv.org/abs/2501.18512
     """
 
     conflicts = (
@@ -92,6 +105,12 @@ class DDPPreset(PresetStrategy, DDPStrategy):
                 and not preset.is_single_process
                 and getattr(other, "module", None) is None  # a teacher that is another module
             ),
+        ),
+        Conflict(
+            ("RewindOnSpike",),
+            "a rewind sets back neither the momentum of the outer optimizer nor the weights that it steps from",
+            "Remove RewindOnSpike, or outer_lr and outer_momentum",
+            lambda preset, other: not preset.is_single_process and preset.has_outer_optimizer,
         ),
     )
 
@@ -136,6 +155,11 @@ class DDPPreset(PresetStrategy, DDPStrategy):
                 " well. Remove one of them."
             )
         super().__init__(precision=precision, gradient_as_bucket_view=gradient_as_bucket_view, **settings)
+
+    @property
+    def has_outer_optimizer(self) -> bool:
+        """Whether "local_sgd" has an outer optimizer."""
+        return isinstance(self._compressor, LocalSGD) and self._compressor.has_outer
 
     @override
     def setup_distributed(self) -> None:
@@ -251,6 +275,12 @@ class DDPPreset(PresetStrategy, DDPStrategy):
                     f"strategy={self.strategy_name!r} with compression='local_sgd' has different weights on each node"
                     f" between averages, got {name}, which shards its states among all nodes. Take another optimizer,"
                     " or choose compression='bf16' or 'powersgd'."
+                )
+            if self.has_outer_optimizer and "Lookahead" in name:
+                raise MisconfigurationException(
+                    f"strategy={self.strategy_name!r} with an outer optimizer moves the weights, got {name}, which"
+                    " moves them back to a copy of its own. Take the optimizer within it, or leave outer_lr and"
+                    " outer_momentum out."
                 )
 
     @override

@@ -215,6 +215,7 @@ N, W = 4, 8  # devices of a node, and of two nodes
     [
         ("single_bf16", 16, 0, 0),
         ("ddp_bf16", 16, 0, 0),
+        ("ddp_diloco_bf16", 24, 0, 0),
         ("zero1_bf16", 4 + 12 / W, 0, 0),
         ("zero2_bf16", 2 + 14 / W, 0, 0),
         ("zero3_bf16", 16 / W, 0, 0),
