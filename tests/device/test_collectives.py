@@ -142,6 +142,9 @@ SLOW: dict[str, Case] = {
     "find_batch_size": batch_size,
     "Preemption, fsdp2": partial(preempted, strategy="fsdp2_bf16"),
     **{kind: partial(rounded, compression=kind) for kind in ("bf16", "fp16", "local_sgd")},
+    "DiLoCo": partial(
+        rounded, compression="local_sgd", local_sgd_period=2, outer_lr=0.7, outer_momentum=0.9, fragments=2
+    ),
     **{
         name: partial(preset, name=name)
         for name in PRECISIONS
