@@ -56,7 +56,8 @@ def logits_and_accuracy(net: torch.nn.Module) -> tuple[torch.Tensor, float]:
     return logits, (logits.argmax(-1) == y).float().mean().item()
 
 
-PRESETS = [row for row in lt.presets() if row["name"] != "tp_bf16"]  # which needs a plan
+# The first needs a plan, and the second refuses the script's EMA.
+PRESETS = [row for row in lt.presets() if row["name"] not in ("tp_bf16", "ddp_diloco_bf16")]
 
 
 @pytest.mark.slow
