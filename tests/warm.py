@@ -93,7 +93,7 @@ def _work(stdin: int, stdout: int, others: list[int]) -> None:
     os.close(stdin)
     os.close(stdout)
     sys.argv = ["-c"]
-    sys.stdin, sys.stdout, sys.stderr = (open(fd, "w" if fd else "r", closefd=False) for fd in range(3))
+    sys.stdin, sys.stdout, sys.stderr = (os.fdopen(fd, "w" if fd else "r", closefd=False) for fd in range(3))
     exec(eval(sys.stdin.readline()), {"__name__": "__main__"})
 
 
