@@ -102,7 +102,7 @@ def keeps_order(func: Function) -> bool:
 
 
 def cuts_behind_samples(func: Function, args: Sequence[Any]) -> bool:
-    """Whether a function cuts a tensor behind its first dimension alone, as ``x[..., 1:]`` and ``x[:, 0]`` do.
+    """Whether a function cuts a tensor after its first dimension alone, as ``x[..., 1:]`` and ``x[:, 0]`` do.
 
     >>> import torch
     >>> cuts_behind_samples(torch.Tensor.__getitem__, (torch.zeros(2, 3), (..., slice(1, None))))
