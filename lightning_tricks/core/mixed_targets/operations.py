@@ -209,6 +209,7 @@ def picks_numbers(func: Function, args: Sequence[Any], samples: int, is_label: I
     name, value = func.__name__.strip("_"), args[0]
     if name in _PICK:
         index = next((each for each in args[1:] if is_label(each)), None)
+        # An index that was expanded has stride 0: it takes whole vectors, each by one number, and labels take numbers.
         sides = [] if index is None else zip(index.shape, index.stride(), strict=True)
         return index is not None and not any(size > 1 and not stride for size, stride in list(sides)[1:])
     if name == "index_select":
