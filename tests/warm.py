@@ -58,9 +58,11 @@ def fork_workers(count: int) -> None:
     """Fork so many workers, before execnet's first thread, and let execnet have them in place of new processes."""
     if sys.platform != "linux" or torch.accelerator.is_available():  # elsewhere a fork has no use of what was begun
         return
-    for name in ("tests.ranks_preload", *HEAVY):
-        with suppress(ImportError):
-            import_module(name)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # those of libraries would be errors here, too
+        for name in ("tests.ranks_preload", *HEAVY):
+            with suppress(ImportError):
+                import_module(name)
     gc.collect()
     gc.freeze()  # pages stay shared
     for _ in range(count):
