@@ -56,7 +56,7 @@ class ForkedIO(Popen2IO):
 
 def fork_workers(count: int) -> None:
     """Fork so many workers, before execnet's first thread, and let execnet have them in place of new processes."""
-    if sys.platform != "linux" or torch.accelerator.is_available():  # elsewhere a fork has no use of what was begun
+    if sys.platform != "linux" or torch.accelerator.is_available():  # forks can use neither CUDA nor macOS's frameworks
         return
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # those of libraries would be errors here, too
