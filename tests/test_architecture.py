@@ -314,6 +314,17 @@ UNCLEAR = (  # what a reader has to read twice
     r"\bfor ever\b",
     r"^ *[])}]+:?  # (?!fmt: skip)",  # a comment that the formatter has torn off its line
 )
+WORDS = {  # what this package is not to say, and the word of the field for it
+    r"\blayers? (right )?behind\b": "after",
+    r"\b(runs?|called|comes?|done|loaded|saved) behind\b": "after",
+    r"\b(not|cannot be) told apart\b": "inconclusive",
+    r"\bdata-?loading\b": "data loading",
+    r"\b[Qq]uantis": "quantization",
+    r"\b(throws?|thrown|an exception is given|gives an error)\b": "raises",
+    r"\b(lr|LR|learning[- ]rate) (falls?|drops?|annealing)\b": "learning-rate decay",
+    r"\b(validation|validating|test) passes\b": "evaluation",
+    r"\b(has no meaning|makes no sense|is pointless)\b": "not applicable",
+}
 
 
 def test_no_text_says_what_a_reader_has_to_read_twice() -> None:
@@ -322,6 +333,19 @@ def test_no_text_says_what_a_reader_has_to_read_twice() -> None:
     for path in [*PACKAGE.rglob("*.py"), *COMMAND.rglob("*.py")]:
         lines = path.read_text().splitlines()
         found += [f"{path}:{number}: {line.strip()}" for number, line in enumerate(lines, 1) if unclear.search(line)]
+    assert not found, "\n".join(found)
+
+
+def test_what_a_user_reads_has_the_words_of_the_field() -> None:
+    pages = [*(ROOT / "docs").rglob("*.md"), *ROOT.glob("*.md"), *(COMMAND / "cards").glob("*.md")]
+    found = []
+    for path in [*PACKAGE.rglob("*.py"), *COMMAND.rglob("*.py"), *pages]:
+        text = re.sub(r"\s+", " ", path.read_text())
+        found += [
+            f"{path}: {text[max(hit.start() - 40, 0) : hit.end() + 40]!r}: say {word!r}"
+            for pattern, word in WORDS.items()
+            for hit in re.finditer(pattern, text)
+        ]
     assert not found, "\n".join(found)
 
 

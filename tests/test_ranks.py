@@ -87,7 +87,7 @@ def waiting_for_another() -> None:
 
 def test_a_rank_that_waits_for_a_failed_one_does_not_hang() -> None:
     with pytest.raises(AssertionError, match=r"(?s)rank 1:.*ValueError: gone"):
-        run_ranks(waiting_for_another, timeout=20)
+        run_ranks(waiting_for_another)
 
 
 def of_a_case(case: str, folder: str) -> tuple[str, int]:
@@ -108,7 +108,7 @@ def test_cases_share_their_processes() -> None:
 
 
 def test_a_case_that_fails_hides_no_other() -> None:
-    cases = run_cases(of_a_case, ["a", "fails 1", "b", "fails 2", "c"], "x", timeout=60)
+    cases = run_cases(of_a_case, ["a", "fails 1", "b", "fails 2", "c"], "x")
     for case in "abc":
         assert [name for name, _ in cases[case]] == [f"{case} x"] * 2
     for case in ("fails 1", "fails 2"):

@@ -142,7 +142,7 @@ class HiddenMixup(MixingCallback):
         if found is None and tensors:
             raise MisconfigurationException(
                 f"HiddenMixup({self.layer!r}) mixes floating-point inputs of a layer, and {type(layer).__name__} gets"
-                f" {tensors[0].dtype}, which cannot be mixed: name a layer behind the embeddings, such as the head"
+                f" {tensors[0].dtype}, which cannot be mixed: name a layer after the embeddings, such as the head"
                 " (layer='model.classifier')."
             )
         if found is None or len(named[found]) != len(index):

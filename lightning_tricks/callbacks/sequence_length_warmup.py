@@ -126,6 +126,7 @@ class SequenceLengthWarmup(GrowingInputs):
         elif isinstance(part, Tensor) and self._is_alike(part, samples, lengths):
             if not lengths.isdisjoint(part.shape[self.dim + 1 :]):
                 problem = "has their length in two dimensions: compute it in training_step"
+            # By its shape alone, a part (B, T) may as well be labels of T classes, which are not to be cut.
             elif part.is_floating_point() and part.ndim == 2 and not is_attention_mask(path):
                 problem = "may be numbers of tokens or of classes: name it in inputs= if it is to be cut"
         elif any(isinstance(name, str) and _PLACES.search(name) for name in path):

@@ -235,6 +235,7 @@ def _kept(logits: Logits, name: str, func: Any, args: Any, kwargs: Any) -> Any:
         shape = func(torch.empty((), device="meta").expand(logits.shape), *args, **kwargs).shape
         return logits._with(hidden.reshape(*shape[:-1], -1), dtype) if shape[-1] == logits.shape[-1] else None
     if name == "__getitem__":
+        # Samples and tokens may be left out, but not classes: the loss of a row needs all of its logits.
         index = args[0] if isinstance(args[0], tuple) else (args[0],)
         whole = isinstance(index[-1], slice) and index[-1] == slice(None)
         taken = sum(each.ndim if isinstance(each, Tensor) and each.dtype == torch.bool else 1 for each in index)

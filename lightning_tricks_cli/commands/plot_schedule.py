@@ -51,7 +51,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     )
     settings.add_argument("--power", type=float, metavar="P", help="polynomial: exponent; 1 is a straight line")
     settings.add_argument(
-        "--milestones", type=duration, nargs="+", metavar="LENGTH", help="step_decay: when the learning rate drops"
+        "--milestones", type=duration, nargs="+", metavar="LENGTH", help="step_decay: when the learning rate decays"
     )
     settings.add_argument("--gamma", type=float, metavar="FACTOR", help="step_decay: factor of each drop")
 

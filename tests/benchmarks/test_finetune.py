@@ -82,6 +82,7 @@ def test_tricks_are_measured(
     assert all(f"\n|{name}|" in text for name in names)
 
 
+@pytest.mark.slow
 def test_the_command_writes_its_figures(
     finetune: ModuleType, small_bert: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

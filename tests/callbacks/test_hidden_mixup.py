@@ -420,7 +420,7 @@ def test_a_layer_of_token_ids_is_refused_with_what_to_name() -> None:
     module = build(Text, name="bert")
     before = weights(module)
     layer = "model.bert.embeddings.word_embeddings"
-    message = rf"HiddenMixup\('{layer}'\) .* Embedding gets torch\.int64, which cannot be mixed: name a layer behind"
+    message = rf"HiddenMixup\('{layer}'\) .* Embedding gets torch\.int64, which cannot be mixed: name a layer after"
     with pytest.raises(MisconfigurationException, match=message):
         fit_text(module, [lt.HiddenMixup(layer, alpha=2.0)], texts("bert"))
     assert_equal(weights(module), before)

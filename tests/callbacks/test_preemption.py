@@ -307,7 +307,7 @@ def preempted(case: tuple[str, str, int, tuple[int, ...]], folder: str) -> dict[
 
 @pytest.fixture(scope="module")
 def quick(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return run_cases(preempted, QUICK, str(tmp_path_factory.mktemp("quick")), timeout=100)
+    return run_cases(preempted, QUICK, str(tmp_path_factory.mktemp("quick")))
 
 
 def check_case(case: tuple[str, str, int, tuple[int, ...]], ranks: list[dict[str, Any]]) -> None:
@@ -327,7 +327,7 @@ def test_all_ranks_end_at_one_step_and_go_on_exactly(case: Any, quick: Any) -> N
 @pytest.mark.slow
 @pytest.mark.parametrize("case", [case for case in CASES if case not in QUICK], ids=str)
 def test_so_they_do_with_every_engine_wherever_the_signal_comes(case: Any, tmp_path: Path) -> None:
-    check_case(case, run_ranks(preempted, case, str(tmp_path), timeout=100))
+    check_case(case, run_ranks(preempted, case, str(tmp_path)))
 
 
 def uneven(folder: str) -> tuple[int, int]:
@@ -364,11 +364,11 @@ def apart(folder: str) -> str:
 
 
 def test_a_validation_of_other_lengths_on_each_rank_is_finished_first(tmp_path: Path) -> None:
-    assert run_ranks(uneven, str(tmp_path), timeout=60) == [(STATUS, 7)] * 2
+    assert run_ranks(uneven, str(tmp_path)) == [(STATUS, 7)] * 2
 
 
 def test_a_checkpoint_that_not_all_ranks_see_is_refused(tmp_path: Path) -> None:
-    for said in run_ranks(apart, str(tmp_path), timeout=60):
+    for said in run_ranks(apart, str(tmp_path)):
         assert "found run/a.ckpt, which another one does not see" in said
 
 
@@ -407,7 +407,7 @@ def scontrol(folder: Path, environment: Any) -> None:
 )
 def test_a_slurm_job_is_queued_again_once(number: int, auto_requeue: bool, calls: str, tmp_path: Path) -> None:
     (tmp_path / "calls").touch()
-    found = run_ranks(job, str(tmp_path), number, auto_requeue, timeout=60)
+    found = run_ranks(job, str(tmp_path), number, auto_requeue)
     assert found == [(STATUS, ["preempted-step=4.ckpt"])] * 2
     assert (tmp_path / "calls").read_text() == calls
 

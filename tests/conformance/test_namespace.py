@@ -12,7 +12,7 @@ import torch
 from tests.conformance.settings import every_third
 from tests.conformance.test_families import FAMILIES, PROCESSES
 from tests.nets import PlainNet, assert_close, build, fit, loader, weights
-from tests.pytorch_lightning.test_conformance import SUITE, load_tests_again, run_slice
+from tests.pytorch_lightning.test_conformance import SLICE, SUITE, load_tests_again, run_slice
 from tests.ranks import run_alone, run_ranks
 
 TEST = f"{SUITE}/test_naive.py::test_a_plain_loop_gives_the_same"
@@ -21,9 +21,12 @@ TEST = f"{SUITE}/test_naive.py::test_a_plain_loop_gives_the_same"
 @pytest.fixture(scope="module")
 def passed(selected: Callable[..., list[str]], tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """The tests that passed with that namespace, in a process of its own."""
-    return run_alone(
-        run_slice, str(tmp_path_factory.mktemp("pl")), [f"{TEST}[fp32-{name}]" for name in selected("name")]
-    )
+    naive = [f"{TEST}[fp32-{name}]" for name in selected("name")]
+    return run_alone(run_slice, str(tmp_path_factory.mktemp("pl")), [*SLICE, *naive])
+
+
+def test_a_slice_of_the_suite_passes(passed: list[str]) -> None:
+    assert {f"{name} pytorch_lightning" for name in SLICE} <= {*passed}
 
 
 @pytest.mark.few(7)

@@ -209,6 +209,7 @@ MAKES = {
 
 
 @not_resumable
+@pytest.mark.few(4)
 @pytest.mark.parametrize("make", MAKES)
 def test_a_resumed_fit_goes_on_with_the_samples_of_an_unbroken_one(make: str, tmp_path: Path) -> None:
     module, saved = unbroken(tmp_path, MAKES[make])
@@ -219,6 +220,7 @@ def test_a_resumed_fit_goes_on_with_the_samples_of_an_unbroken_one(make: str, tm
 
 @not_resumable
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # by torchdata
+@pytest.mark.few(4)
 @pytest.mark.parametrize("make", [loader, lambda **given: lt_buckets(**given)], ids=["weighted", "buckets"])
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("exact", [False, True])

@@ -22,8 +22,8 @@ from tests.faults.runs import Resumable, load, train
 from tests.nets import assert_equal, trainer, weights
 from tests.ranks import _environment, _free_port, _receive, _start, run_ranks
 
-TIMEOUT = timedelta(seconds=10)  # of the ranks for one another
-BOUND = 60  # s until the rank that is left has ended
+TIMEOUT = timedelta(seconds=60)  # of the ranks for one another
+BOUND = 180  # s until the rank that is left has ended
 
 
 class Dies(Callback):

@@ -26,7 +26,7 @@ def many(number: int, part: int) -> None:
     test()
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("part", range(8))
 def test_a_life_is_that_of_the_plain_loop(part: int) -> None:
     many(25, part)

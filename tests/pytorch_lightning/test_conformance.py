@@ -16,10 +16,10 @@ from pathlib import Path
 import pytest
 
 from pytorch_lightning_tricks.loader import SOURCE
-from tests.ranks import run_alone, run_ranks
+from tests.ranks import run_ranks
 
 SUITE = "tests/conformance"
-SLICE = (  # tests/conformance/test_namespace.py has more of it
+SLICE = (  # run by tests/conformance/test_namespace.py, in the process that it has anyway
     *(f"{SUITE}/test_resume.py::test_a_resumed_run_is_bit_equal[{name}]" for name in ("EMA", "SAMMixin", "AutoClip")),
     *(f"{SUITE}/test_yaml.py::test_a_configuration_file_gives_the_same[{name}]" for name in ("EMA", "SAMMixin")),
 )
@@ -63,11 +63,6 @@ def run_slice(folder: str, names: Sequence[str]) -> list[str]:
     with redirect_stdout(StringIO()) as printed:
         assert pytest.main([*options, *names], plugins=[Passed()]) == 0, printed.getvalue()
     return found
-
-
-def test_a_slice_of_the_conformance_suite(tmp_path: Path) -> None:
-    passed = run_alone(run_slice, str(tmp_path), SLICE)
-    assert sorted(passed) == sorted(f"{name} pytorch_lightning" for name in SLICE)
 
 
 def preset_and_apart() -> str:

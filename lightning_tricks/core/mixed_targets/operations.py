@@ -102,7 +102,7 @@ def keeps_order(func: Function) -> bool:
 
 
 def cuts_behind_samples(func: Function, args: Sequence[Any]) -> bool:
-    """Whether a function cuts a tensor behind its first dimension alone, as ``x[..., 1:]`` and ``x[:, 0]`` do.
+    """Whether a function cuts a tensor after its first dimension alone, as ``x[..., 1:]`` and ``x[:, 0]`` do.
 
     >>> import torch
     >>> cuts_behind_samples(torch.Tensor.__getitem__, (torch.zeros(2, 3), (..., slice(1, None))))
@@ -209,6 +209,7 @@ def picks_numbers(func: Function, args: Sequence[Any], samples: int, is_label: I
     name, value = func.__name__.strip("_"), args[0]
     if name in _PICK:
         index = next((each for each in args[1:] if is_label(each)), None)
+        # An index that was expanded has stride 0: it takes whole vectors, each by one number, and labels take numbers.
         sides = [] if index is None else zip(index.shape, index.stride(), strict=True)
         return index is not None and not any(size > 1 and not stride for size, stride in list(sides)[1:])
     if name == "index_select":

@@ -172,7 +172,7 @@ class ObjectState:
         self._seen |= {id(item): item for item in without}
         if isinstance(value, _IMMUTABLE) or id(value) in self._seen:
             return
-        self._seen[id(value)] = value
+        self._seen[id(value)] = value  # kept alive: the id of an object that is gone is given to another one
         if restore := _restorer_of(value, deep):
             self._restore.append(restore)
         if isinstance(value, _CONTAINERS) and (deep or len(value) <= _LONG):

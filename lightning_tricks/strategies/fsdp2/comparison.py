@@ -122,6 +122,7 @@ def _owners(module: nn.Module, layers: Mapping[nn.Module, ParallelStyle]) -> dic
             continue
         *parents, key = path.split(".")
         parent = module.get_submodule(".".join(parents))
+        # A ModuleList has layers and is never called: the module that calls them is further up.
         while parents and not is_called(module.get_submodule(".".join(parents))):
             parents.pop()
         owner = module.get_submodule(".".join(parents))

@@ -463,10 +463,6 @@ def saved(path: Path, callback: Callback, kind: type[Net] = NormNet, **settings:
     return look
 
 
-def averages_in(path: Path) -> dict[str, Tensor]:
-    return torch.load(path, weights_only=True)["state_dict"]
-
-
 def trained(module: nn.Module) -> list[str]:
     return [name for name, _ in module.named_parameters()]
 

@@ -370,7 +370,7 @@ def test_what_comes_behind_a_mean_over_samples_takes_the_mixed_one():
 @pytest.mark.xfail(
     strict=True,
     raises=AssertionError,
-    reason="a layer behind a target runs once for each branch: it counts each batch twice",
+    reason="a layer after a target runs once for each branch: it counts each batch twice",
 )
 def test_statistics_of_batchnorm():
     norm, plainly = nn.BatchNorm1d(C), nn.BatchNorm1d(C)

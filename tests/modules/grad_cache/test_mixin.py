@@ -314,10 +314,6 @@ def stores(self: Any, batch: Any) -> Any:
     return a, b
 
 
-def list_of(batch: tuple[Tensor, Tensor]) -> Any:
-    return {"a": batch[0], "b": batch[1][:5]}
-
-
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "chunk of no sample": ({"chunk": 0}, r"Cached.chunk must be at least 1, got 0"),
     "chunk of half a sample": ({"chunk": 0.5}, r"Cached.chunk must be an integer, got 0.5"),

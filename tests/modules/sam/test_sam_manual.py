@@ -84,10 +84,6 @@ class Sharp(lt.SAMMixin, Manual):
         return self.sam_step(lambda: self.loss(batch), accumulate=self.accumulate, clip_norm=self.clip_norm)
 
 
-class NormManual(Manual, NormNet):
-    pass
-
-
 class SharpNorm(Sharp, NormNet):
     pass
 
