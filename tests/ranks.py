@@ -80,7 +80,12 @@ class Cases:
 
 
 def run_cases(
-    function: Callable[..., Any], cases: Iterable[Any], *args: Any, nprocs: int = 2, nodes: int = 1, timeout: float = 300
+    function: Callable[..., Any],
+    cases: Iterable[Any],
+    *args: Any,
+    nprocs: int = 2,
+    nodes: int = 1,
+    timeout: float = 300,
 ) -> Cases:
     """Run ``function(case, *args)`` for every case, one after the other in the same processes.
 

@@ -76,7 +76,12 @@ def trained(case: str, folder: str) -> dict[str, Any]:
     module, ema = build(Reading), lt.EMA(decay=0.5)
     settings = {"devices": RANKS // NODES, "num_nodes": NODES, "strategy": preset, "max_epochs": EPOCHS}
     run = fit(module, train=loader_of(case), val=[], callbacks=[ema], **settings)
-    found = {"read": module.read, "rates": module.rates, "steps": run.global_step, "averaged": ema.averaged_state_dict()}
+    found = {
+        "read": module.read,
+        "rates": module.rates,
+        "steps": run.global_step,
+        "averaged": ema.averaged_state_dict(),
+    }
     found["weights"], found["rank"] = weights(module), (run.node_rank, run.local_rank, run.global_rank)
     if preset != case:
         return found
