@@ -44,7 +44,8 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 def run(options: argparse.Namespace) -> None:
     """Run the command."""
     if options.device is not None:
-        return run_plan(options)
+        run_plan(options)
+        return
     from dataclasses import replace
 
     from lightning_tricks.advisor import Hardware, suggest_strategy

@@ -70,7 +70,7 @@ def read_shape(options: argparse.Namespace) -> TransformerShape:
     model: Any = read_target(options).model
     config, weights = model.config, sum(weight.numel() for weight in model.parameters())
     try:
-        sizes = {
+        sizes: dict[str, Any] = {
             "layers": config.num_hidden_layers,
             "width": config.hidden_size,
             "heads": config.num_attention_heads,
@@ -79,9 +79,12 @@ def read_shape(options: argparse.Namespace) -> TransformerShape:
         }
     except AttributeError as error:
         raise ValueError(f"{options.target} is not a configuration of a text model: {error}.") from error
-    known = {"key_heads": getattr(config, "num_key_value_heads", None), "tied": bool(config.tie_word_embeddings)}
-    hidden = getattr(config, "intermediate_size", None)
-    shapes = [TransformerShape(**sizes, **known, hidden=hidden, gated=gated) for gated in (False, True)]
+    sizes |= {
+        "key_heads": getattr(config, "num_key_value_heads", None),
+        "hidden": getattr(config, "intermediate_size", None),
+        "tied": bool(config.tie_word_embeddings),
+    }
+    shapes = [TransformerShape(**sizes, gated=gated) for gated in (False, True)]
     return min(shapes, key=lambda shape: abs(shape.parameters - weights))
 
 

@@ -196,9 +196,9 @@ def suggest_plan(
 ) -> TrainingPlan:
     """Suggest the preset with the most tokens a second for a transformer on many devices, by simulating a step.
 
-    ``ddp_bf16``, ``fsdp2_bf16``, ``hsdp_bf16`` and ``tp_bf16`` are tried with and without activation checkpointing, each
-    with as many samples at a time as fit, up to the device's share of ``batch_size``; accumulation does the rest. The
-    step is the sum of its products and memory traffic at the shares that training reaches of the data sheet, and of the
+    ``ddp_bf16``, ``fsdp2_bf16``, ``hsdp_bf16`` and ``tp_bf16`` are tried with and without activation checkpointing,
+    each with as many samples at a time as fit and divide the device's share of ``batch_size``; accumulation does the
+    rest. The step is the sum of its products and memory traffic at the shares that training reaches of the data sheet, and of the
     traffic between devices that no product hides.
 
     Args:
@@ -217,7 +217,7 @@ def suggest_plan(
         >>> shape = TransformerShape(32, 4096, 32, 128256, 8192, key_heads=8, hidden=14336, gated=True)  # Llama 3.1 8B
         >>> plan = suggest_plan(shape, hardware=Hardware.of("h100", devices=8, nodes=8), batch_size=512)
         >>> f"{plan.preset}, {plan.tokens_per_second:,.0f} tokens/s, {plan.share_of_peak:.0%} of the peak"
-        'fsdp2_bf16, 379,626 tokens/s, 35% of the peak'
+        'hsdp_bf16, 378,743 tokens/s, 35% of the peak'
 
     References:
         Narayanan et al., Efficient Large-Scale Language Model Training on GPU Clusters, arXiv 2104.04473.
@@ -304,6 +304,6 @@ def _nothing_fits(failed: list[MemoryEstimate], hardware: Hardware, margin: floa
     nearest = min(failed, key=lambda each: each.total)
     (missing,) = shortage(nearest, hardware, margin).values()
     return (
-        f"Nothing fits. Nearest is {nearest.strategy}, for which {readable(missing)} is missing on each device, even with"
-        " one sample at a time and ActivationCheckpointing(). Use more devices, or a pipeline (docs/scaling.md)."
+        f"Nothing fits. Nearest is {nearest.strategy}, for which {readable(missing)} is missing on each device, even"
+        " with one sample at a time and ActivationCheckpointing(). Use more devices, or a pipeline (docs/scaling.md)."
     )

@@ -1,4 +1,4 @@
-"""The seconds of a training step of a transformer on many devices, by part."""
+"""The seconds of a training step on many devices, by part; apart from the plan, which has presets and their memory."""
 
 from __future__ import annotations
 
@@ -215,4 +215,6 @@ def _traffic(model: TransformerShape, spread: Spread, links: Links) -> float:
     passes = spread.accumulate if spread.pipeline == 1 else 1  # a pipeline keeps what it has gathered
     replicas = spread.data // spread.shards
     between = all_reduce(weights / spread.shards * spread.reduce_bytes, 1, replicas, links)
-    return passes * (2 * weight + gradient + between)
+    within = 2 * weight + gradient
+    apart = spread.shards <= per_node  # links of a node and network cards then work at once
+    return passes * (max(within, between) if apart else within + between)

@@ -97,7 +97,7 @@ hidden=None, gated=False, tied=True)
 
     @property
     def layer_weights(self) -> int:
-        """The weights of the matrices of a layer: of queries, keys, values and outputs, and of the feed-forward part."""
+        """The weights of a layer's matrices: queries, keys, values, outputs and the feed-forward part."""
         keys = (self.key_heads or self.heads) / self.heads
         attention = (2 + 2 * keys) * self.width**2
         return round(attention + (3 if self.gated else 2) * self.width * (self.hidden or 4 * self.width))
