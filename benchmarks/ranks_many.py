@@ -1,4 +1,4 @@
-"""One of the ranks of ``cost/many_ranks.py``, forked from a process that has imported this: fits that write their costs."""
+"""One rank of ``cost/many_ranks.py``, forked from a process that has imported this: fits that write their costs."""
 
 from __future__ import annotations
 

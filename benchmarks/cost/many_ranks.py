@@ -22,7 +22,7 @@ NAME = "many_ranks"
 PEERS: tuple[str, ...] = ()
 LIMIT = 600  # seconds of all fits of the ranks
 PLAIN, TRICKS, MEMORY = "a rank's step, plain", "a rank's step, EMA and SkipNonFinite", "memory of a rank's own"
-ALL, EXPLAINED = "line all ranks' step, EMA and SkipNonFinite", "explained"
+LINE, EXPLAINED = "line a rank's step, EMA and SkipNonFinite", "explained"
 
 
 def costs(ranks: int) -> list[dict[str, float]]:
@@ -50,21 +50,26 @@ def costs(ranks: int) -> list[dict[str, float]]:
 
 
 def run(settings: Settings) -> list[Row]:
-    """All numbers of ranks, and the line through the work of all of them."""
+    """All numbers of ranks, and the line through a rank's step."""
     found: list[Row] = []
     for ranks in settings.pick("ranks", (4, 8, 16, 32, 64), (2, 4, 8), (2,)):
         told, what = costs(ranks), f"{ranks} ranks"
         found.append(row(PLAIN, what, [1e3 * each["plain"] for each in told], "ms"))
         found.append(row(TRICKS, what, [1e3 * each["tricks"] for each in told], "ms"))
         found.append(row(MEMORY, what, [each["bytes"] / 1e6 for each in told], "MB"))
-    numbers, rows = points({"rows": [each._asdict() for each in found]}, TRICKS)
-    if len(numbers) > 2:
-        fitted = line(numbers, [number * each["median"] for number, each in zip(numbers, rows, strict=True)])
-        found += [row(ALL, "slope", [fitted.slope], "ms a rank"), row(ALL, EXPLAINED, [fitted.explained], "share")]
-    return found
+    return [*found, *lines(found)]
+
+
+def lines(rows: Sequence[Row]) -> list[Row]:
+    """The line through the points, if there are three; sums over a ring of ranks make its slope."""
+    numbers, measured = points({"rows": [each._asdict() for each in rows]}, TRICKS)
+    if len(numbers) < 3:
+        return []
+    fitted = line(numbers, [each["median"] for each in measured])
+    return [row(LINE, "slope", [fitted.slope], "ms a rank"), row(LINE, EXPLAINED, [fitted.explained], "share")]
 
 
 def targets(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """A machine's work grows as its ranks do."""
-    explained = figure(rows, ALL, EXPLAINED)
+    """A rank's work grows by the same with each other rank."""
+    explained = figure(rows, LINE, EXPLAINED)
     return [target("share of the variance that a line explains, by ranks", explained, ">=", 0.95)]

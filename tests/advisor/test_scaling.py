@@ -99,3 +99,14 @@ def test_the_check_of_the_simulator_is_that_of_its_tests() -> None:
     others = [abs(row.error()) for row in ROWS[1::2]]
     within = sum(error <= LIMIT for error in others)
     assert f"{within} of the {len(others)} others are within 15%, half of them within {median(others):.0%}" in page
+
+
+def test_what_a_rank_among_many_costs_is_in_the_committed_results() -> None:
+    page = " ".join(PAGE.split())
+    found = {(row["case"], row["what"]): row["median"] for row in measured("many_ranks")}
+    step = "a rank's step, "
+    few, many = ([found[step + what, f"{n} ranks"] for what in ("plain", "EMA and SkipNonFinite")] for n in (4, 64))
+    memory = found["memory of a rank's own", "64 ranks"]
+    assert f"has {memory:.0f} MB of its own" in page
+    assert f"takes {many[0]:.1f} ms of the processor, and {many[1]:.1f} ms with" in page
+    assert f"of 4 ranks it takes {few[0]:.1f} and {few[1]:.1f} ms" in page

@@ -37,8 +37,8 @@ class Device:
 
 
 # Data sheets of NVIDIA's A100, H100 and H200 (SXM), half of the figures with sparsity, and half of NVLink's for both
-# directions; cards of 200 and 400 Gb/s, as DGX A100 and DGX H100 have. The H100 of 500 W is that of torchtitan's tables,
-# with 96 GB of HBM2e and less power.
+# directions; cards of 200 and 400 Gb/s, as DGX A100 and DGX H100 have. The H100 of 500 W is torchtitan's, with 96 GB
+# of HBM2e and less power.
 DEVICES = {
     "a100-40gb": Device(312e12, 0, 40e9, 1.555e12, 300e9, 25e9, products=0.71, attention=0.6),
     "a100": Device(312e12, 0, 80e9, 2.039e12, 300e9, 25e9, products=0.71, attention=0.6),

@@ -198,8 +198,8 @@ def suggest_plan(
 
     ``ddp_bf16``, ``fsdp2_bf16``, ``hsdp_bf16`` and ``tp_bf16`` are tried with and without activation checkpointing,
     each with as many samples at a time as fit and divide the device's share of ``batch_size``; accumulation does the
-    rest. The step is the sum of its products and memory traffic at the shares that training reaches of the data sheet, and of the
-    traffic between devices that no product hides.
+    rest. The step is the sum of its products and memory traffic, at the shares of the data sheet that training reaches,
+    and of the traffic between devices that no product hides.
 
     Args:
         model: The shape of the model.
