@@ -10,6 +10,8 @@ from lightning_tricks.advisor.inspect_training import InspectTraining, inspect_t
 from lightning_tricks.advisor.memory.estimate import estimate_memory
 from lightning_tricks.advisor.non_finite import find_non_finite
 from lightning_tricks.advisor.profile import profile_tricks
+from lightning_tricks.advisor.simulate.plan import suggest_plan
+from lightning_tricks.advisor.simulate.transformer import TransformerShape
 from lightning_tricks.callbacks.activation_checkpointing import ActivationCheckpointing
 from lightning_tricks.callbacks.adaptive_clip import AdaptiveClip
 from lightning_tricks.callbacks.auto_clip import AutoClip
@@ -180,6 +182,7 @@ __all__ = [
     "Throughput",
     "TokenBuckets",
     "TokenMean",
+    "TransformerShape",
     "UnknownTotalSteps",
     "ZeROPreset",
     "adamw",
@@ -247,6 +250,7 @@ __all__ = [
     "soup_and_ensemble",
     "speed_preset",
     "step_decay",
+    "suggest_plan",
     "suggest_strategy",
     "swa_tail",
     "tta",

@@ -80,7 +80,12 @@ class Cases:
 
 
 def run_cases(
-    function: Callable[..., Any], cases: Iterable[Any], *args: Any, nprocs: int = 2, timeout: float = 300
+    function: Callable[..., Any],
+    cases: Iterable[Any],
+    *args: Any,
+    nprocs: int = 2,
+    nodes: int = 1,
+    timeout: float = 300,
 ) -> Cases:
     """Run ``function(case, *args)`` for every case, one after the other in the same processes.
 
@@ -89,13 +94,14 @@ def run_cases(
     found, left = Cases(), list(cases)
     while left:
         try:
-            ranks = run_ranks(_in_turn, function, left, args, nprocs=nprocs, timeout=timeout)
+            ranks = run_ranks(_in_turn, function, left, args, nprocs=nprocs, nodes=nodes, timeout=timeout)
         except AssertionError as error:  # A rank died or hung, in a case that it cannot name: each one by itself.
             if len(left) == 1:
                 found.add(left[0], [(False, str(error))])
                 break
             for case in left:
-                found.add(case, run_cases(function, [case], *args, nprocs=nprocs, timeout=timeout)._ranks[case])
+                alone = run_cases(function, [case], *args, nprocs=nprocs, nodes=nodes, timeout=timeout)
+                found.add(case, alone._ranks[case])
             break
         told = list(zip(*ranks, strict=False))  # Of a rank that failed there is no more; others wait for it in vain.
         for case, values in zip(left, told, strict=False):

@@ -9,6 +9,8 @@ from lightning_tricks.advisor.inspect_training import InspectTraining, TrainingI
 from lightning_tricks.advisor.memory.estimate import MemoryEstimate, estimate_memory
 from lightning_tricks.advisor.non_finite import NonFiniteOrigin, find_non_finite
 from lightning_tricks.advisor.profile import TricksProfile, profile_tricks
+from lightning_tricks.advisor.simulate.plan import TrainingPlan, suggest_plan
+from lightning_tricks.advisor.simulate.transformer import TransformerShape
 
 __all__ = [
     "BatchSizeResult",
@@ -20,6 +22,8 @@ __all__ = [
     "NonFiniteOrigin",
     "Suggestion",
     "TrainingInspection",
+    "TrainingPlan",
+    "TransformerShape",
     "TricksProfile",
     "environment_report",
     "estimate_memory",
@@ -27,5 +31,6 @@ __all__ = [
     "find_non_finite",
     "inspect_training",
     "profile_tricks",
+    "suggest_plan",
     "suggest_strategy",
 ]

@@ -111,6 +111,8 @@ def advice(
             "Where sending gradients in 16 bits still takes longer than a step (Ethernet, several sites),"
             f" strategy='ddp_diloco_bf16' sends weights every 100 steps, for {readable(8 * size)} more on each device."
         )
+    if hardware.world > 8:
+        texts.append("Presets by their simulated tokens a second: suggest_plan, or --device (docs/scaling.md).")
     if size >= LARGE and hardware.bf16 and not estimate.strategy.startswith("zero3"):
         texts.append("On Ada, Hopper and later, callbacks=[Float8(), Compile()] may be faster. It saves no memory.")
     if micro is not None and estimate.activations > estimate.total / 2 and (accumulate > 1 or failed):
@@ -288,7 +290,7 @@ def suggest_strategy(
             raise ValueError(f"hardware=None: {error}") from error
 
     possible = [name for name in candidates(hardware) if name != "tp_bf16" or _can_split(model, hardware.devices)]
-    refused = [name for name in possible if isinstance(optimizer, str) and _refuses(optimizer, name)]
+    refused = [name for name in possible if isinstance(optimizer, str) and refuses(optimizer, name)]
     names = [name for name in possible if name not in refused]
 
     def first_that_fits(machines: Hardware) -> tuple[MemoryEstimate | None, list[MemoryEstimate]]:
@@ -364,18 +366,24 @@ def _smallest_estimate(
     return _recomputed_if_needed(estimate(batch=batch).with_batch(1), hardware, margin)
 
 
-def _recomputed_if_needed(estimate: MemoryEstimate, hardware: Hardware, margin: float) -> MemoryEstimate:
-    """The same estimate, or that with activation checkpointing under FSDP2 if it does not fit.
+def recomputed(estimate: MemoryEstimate) -> MemoryEstimate:
+    """The same estimate with activation checkpointing, but for the activations.
 
-    A block that is computed again frees the 16-bit copies of its weights with its activations, which are still counted.
+    Under FSDP2 a block that is computed again frees the 16-bit copies of its weights with its activations.
     """
+    if not estimate.strategy.startswith(("fsdp2", "hsdp", "tp")):
+        return replace(estimate, recomputes=True)
     copies = min(estimate.casts, estimate.gathered // 2)  # of the blocks that are gathered at a time
-    recomputed = replace(estimate, casts=copies, recomputes=True)
+    return replace(estimate, casts=copies, recomputes=True)
+
+
+def _recomputed_if_needed(estimate: MemoryEstimate, hardware: Hardware, margin: float) -> MemoryEstimate:
+    """The same estimate, or that with activation checkpointing under FSDP2 if it does not fit."""
     sharded = estimate.strategy.startswith(("fsdp2", "hsdp", "tp"))
-    return recomputed if sharded and shortage(estimate, hardware, margin) else estimate
+    return recomputed(estimate) if sharded and shortage(estimate, hardware, margin) else estimate
 
 
-def _refuses(optimizer: str, preset: str) -> bool:
+def refuses(optimizer: str, preset: str) -> bool:
     """Whether ``lightning_tricks.optimizer`` refuses a name under a preset."""
     if optimizer in SETTINGS:
         return False
@@ -422,7 +430,7 @@ def alternatives(
         on_device = adapters is not None and adapters.base != "keep"
         tried = []
         for name in (each.strategy for each in failed):
-            if isinstance(stepping, str) and _refuses(stepping, name):
+            if isinstance(stepping, str) and refuses(stepping, name):
                 continue
             if (on_device and not name.startswith(DENSE)) or (adapters is not None and name == "tp_bf16"):
                 continue
@@ -441,7 +449,7 @@ def _split(
 ) -> tuple[Alternative, ...]:
     """Layers that are split by a plan of one's own, and stages of a pipeline: without activations, evenly divided."""
     found, usable = [], hardware.device_memory * (1 - margin)
-    refused = isinstance(optimizer, str) and _refuses(optimizer, "tp_bf16")
+    refused = isinstance(optimizer, str) and refuses(optimizer, "tp_bf16")
     if hardware.devices > 1 and hardware.links == "fast" and not has_plan and not refused:
         total = _smallest_estimate(size, None, hardware, margin, "tp_bf16", optimizer).total
         found.append(Alternative("a plan for its layers (docs/scaling.md)", "tp_bf16", total, total <= usable))

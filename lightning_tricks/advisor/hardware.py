@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, final
 
 from lightning_tricks.advisor.environment import devices_here, host_memory
+from lightning_tricks.advisor.simulate.devices import DEVICES
 from lightning_tricks.core.checks import check_bool, check_choice, check_count, check_range
 
 __all__ = ["Hardware"]
@@ -25,6 +26,8 @@ class Hardware:
         nvme: The space on each node's NVMe disk, in bytes; 0 means that there is none.
         bf16: Whether the devices compute in bf16, as Ampere and later do.
         host_is_assumed: Whether ``host_memory`` is that of this machine because no other was given.
+        kind: The kind of the devices, with whose data sheet ``suggest_plan`` simulates a step: "a100-40gb", "a100",
+            "h100-500w", "h100" or "h200"; None if it is no matter.
 
     Raises:
         TypeError: If a value has the wrong type.
@@ -43,6 +46,7 @@ class Hardware:
     nvme: float = 0
     bf16: bool = True
     host_is_assumed: bool = False
+    kind: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("device_memory", "host_memory", "nvme"):
@@ -52,6 +56,8 @@ class Hardware:
         check_choice("links", self.links, ("fast", "slow"))
         check_bool("bf16", self.bf16)
         check_bool("host_is_assumed", self.host_is_assumed)
+        if self.kind is not None:
+            check_choice("kind", self.kind, DEVICES)
 
     @property
     def world(self) -> int:
@@ -61,6 +67,24 @@ class Hardware:
     def batches(self, preset: str) -> int:
         """The number of batches that the devices compute at a time: one each, or one in a node (``tp_bf16``)."""
         return self.nodes if preset == "tp_bf16" else self.world
+
+    @classmethod
+    def of(cls, kind: str, **known: Any) -> Hardware:
+        """Devices of a kind, with the memory of its data sheet.
+
+        Args:
+            kind: "a100-40gb", "a100", "h100-500w", "h100" or "h200".
+            **known: Other arguments of ``Hardware``.
+
+        Raises:
+            ValueError: If the kind is unknown, or a value is out of range.
+
+        Example:
+            >>> Hardware.of("h100", devices=8, nodes=64).world
+            512
+        """
+        check_choice("kind", kind, DEVICES)
+        return cls(**{"device_memory": DEVICES[kind].memory, **known, "kind": kind})
 
     @classmethod
     def detect(cls, **known: Any) -> Hardware:

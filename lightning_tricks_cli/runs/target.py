@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from lightning_tricks.advisor.simulate.transformer import TransformerShape
 from lightning_tricks.core.install import pip_install
 
 COUNT = re.compile(r"(\d+(?:\.\d+)?(?:e1?\d)?)([kmbt]?)", re.IGNORECASE)
@@ -36,7 +37,7 @@ def read_target(options: argparse.Namespace) -> Target:
     if name.startswith("timm:"):
         return _timm(name.removeprefix("timm:"))
     if match := COUNT.fullmatch(name):
-        return Target(round(float(match[1]) * 10 ** THOUSANDS[match[2].lower()]), None)
+        return Target(_count(match), None)
     if path.suffix not in (".yaml", ".yml", ".json"):
         raise ValueError(
             f"{name!r} is not a model: pass a LightningCLI configuration (.yaml), a transformers configuration (.json),"
@@ -45,6 +46,46 @@ def read_target(options: argparse.Namespace) -> Target:
     if not path.is_file():
         raise FileNotFoundError(f"There is no file {path}.")
     return _transformers(path, options.sequence_length) if path.suffix == ".json" else _lightning(path)
+
+
+def _count(match: re.Match[str]) -> int:
+    return round(float(match[1]) * 10 ** THOUSANDS[match[2].lower()])
+
+
+def read_shape(options: argparse.Namespace) -> TransformerShape:
+    """The shape of the transformer that TARGET names.
+
+    Raises:
+        ValueError: If TARGET is neither a number of parameters nor a transformers configuration of a decoder.
+        FileNotFoundError: If there is no such file.
+        ImportError: If transformers is missing.
+    """
+    if match := COUNT.fullmatch(options.target):
+        return TransformerShape.of(_count(match), sequence=options.sequence_length or 4096)
+    if not options.target.endswith(".json"):
+        raise ValueError(
+            f"{options.target!r} has no shape of a transformer: with device={options.device}, pass a number of"
+            " parameters such as 7B, or a transformers configuration (.json)."
+        )
+    model: Any = read_target(options).model
+    config, weights = model.config, sum(weight.numel() for weight in model.parameters())
+    try:
+        sizes: dict[str, Any] = {
+            "layers": config.num_hidden_layers,
+            "width": config.hidden_size,
+            "heads": config.num_attention_heads,
+            "vocabulary": config.vocab_size,
+            "sequence": options.sequence_length or min(config.max_position_embeddings, 4096),
+        }
+    except AttributeError as error:
+        raise ValueError(f"{options.target} is not a configuration of a text model: {error}.") from error
+    sizes |= {
+        "key_heads": getattr(config, "num_key_value_heads", None),
+        "hidden": getattr(config, "intermediate_size", None),
+        "tied": bool(config.tie_word_embeddings),
+    }
+    shapes = [TransformerShape(**sizes, gated=gated) for gated in (False, True)]
+    return min(shapes, key=lambda shape: abs(shape.parameters - weights))
 
 
 def _lightning(path: Path) -> Target:

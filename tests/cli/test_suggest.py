@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 import torch
 
+import lightning_tricks as lt
+from lightning_tricks.advisor.simulate.devices import DEVICES
+from lightning_tricks_cli.commands.suggest import KINDS
 from lightning_tricks_cli.main import main
 
 
@@ -96,3 +100,57 @@ def test_without_a_device_its_memory_is_asked_for(
         with pytest.raises(SystemExit, match="2"):
             run("7B", "--device-memory", wrong)
         assert f"{wrong!r} is not a size: write for example 24GB" in capsys.readouterr().err
+
+
+def test_kinds_of_devices_are_those_of_the_package() -> None:
+    assert list(KINDS) == list(DEVICES)
+
+
+def test_a_plan_for_many_devices(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+    arguments = ("70B", "--device", "h100", "--nodes", "32", "--batch-size", "1024")
+    assert run(*arguments, "--json") == 0
+    told = json.loads(capsys.readouterr().out)
+    plan = lt.suggest_plan(
+        lt.TransformerShape.of(70_000_000_000),
+        hardware=lt.Hardware.of("h100", devices=8, nodes=32),
+        batch_size=1024,
+    )
+    assert told == json.loads(json.dumps(plan.to_dict()))
+    assert run(*arguments) == 0
+    text = capsys.readouterr().out
+    assert text.splitlines()[0] == plan.head()[0]
+    assert plan.notes()[1] in text
+    assert f"{plan.tokens_per_second:,.0f}" in text
+
+
+def test_the_shape_is_that_of_a_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers")
+    sizes = {"hidden_size": 1024, "num_hidden_layers": 4, "num_attention_heads": 16, "num_key_value_heads": 8}
+    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], **sizes, "intermediate_size": 2816}
+    (file := tmp_path / "config.json").write_text(json.dumps({**config, "vocab_size": 32000}))
+    assert run(str(file), "--device", "a100", "--nodes", "2", "--sequence-length", "1024", "--json") == 0
+    shape = lt.TransformerShape(4, 1024, 16, 32000, 1024, key_heads=8, hidden=2816, gated=True)
+    plan = lt.suggest_plan(shape, hardware=lt.Hardware.of("a100", devices=8, nodes=2))
+    assert json.loads(capsys.readouterr().out) == json.loads(json.dumps(plan.to_dict()))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("timm:resnet18",), "'timm:resnet18' has no shape of a transformer: with --device h100, pass a number"),
+        (("7B", "--host-memory", "1TB"), "--host-memory 1000000000000.0 is not simulated"),
+        (("7B", "--no-bf16"), "--no-bf16 is not simulated"),
+        (("1T",), "Nothing fits."),
+    ],
+)
+def test_what_is_not_simulated_is_refused(
+    arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(*arguments, "--device", "h100") == 1
+    assert message in capsys.readouterr().err
+
+
+def test_many_devices_without_a_kind_are_told_of_the_simulator(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("7B", "--device-memory", "80GB", "--devices", "8", "--nodes", "2") == 0
+    assert "simulated tokens a second: suggest_plan, or --device" in capsys.readouterr().out

@@ -113,6 +113,8 @@ NO_ROW = {  # of the names of lightning_tricks, and where in tests/ they are tes
     "inspect_training": "advisor/test_inspect_training.py",
     "plot_schedule": "schedules/test_plot.py",
     "profile_tricks": "advisor/test_profile.py",
+    "TransformerShape": "advisor/simulate/test_transformer.py",
+    "suggest_plan": "advisor/simulate/test_plan.py",
     "suggest_strategy": "advisor/test_choose.py",
 }
 

@@ -204,6 +204,7 @@ NEEDED: dict[str, dict[str, Callable[[], Any]]] = {
     "scale_lr": {"lr": lambda: 1e-3, **SCALE},
     "tta": {"module": PlainNet, "views": lambda: [nn.Identity()]},
     "TokenBuckets": {"lengths": lambda: [3, 1, 2], "max_tokens": lambda: 8},
+    "suggest_plan": {"model": lambda: lt.TransformerShape.of(10**6), "hardware": lambda: lt.Hardware.of("h100")},
     "suggest_strategy": {"model": lambda: 10**6, "hardware": lambda: lt.Hardware(8e9)},
 }
 # What a required argument of any other call gets, by its name or by its annotation.
