@@ -184,9 +184,8 @@ class Distill(TeachingCallback):
         check_range("weight", weight, 0.0)
         if temperature is not None:
             _check_temperature(temperature)
-        for patterns in _pairs(features) if features is not None else ():
-            for pattern in patterns:
-                check_patterns("features", pattern)
+        if features is not None:
+            check_patterns("features", [*features, *features.values()] if isinstance(features, Mapping) else features)
         check_type("student", student, str, type(None))
         if isinstance(teacher, TeachingCallback):
             super().__init__(teacher.decay, teacher.module)

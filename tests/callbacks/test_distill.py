@@ -736,6 +736,8 @@ def test_logits_of_one_class_are_refused() -> None:
         ({"temperature": 0}, ValueError, "temperature must be above 0, got 0"),
         ({"features": "("}, ValueError, "is not a regular expression"),
         ({"features": {"a": 1}}, TypeError, "features must be a string"),
+        ({"features": 0}, TypeError, "features must be a string"),
+        ({"features": {}}, ValueError, "features must name something"),
         ({"student": 1}, TypeError, "student must be str or None, got 1"),
     ],
     ids=str,

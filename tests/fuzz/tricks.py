@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass, replace
+from functools import partial
 from typing import Any
 
 import lightning as L
 from lightning.pytorch.callbacks import Callback
+from torch import nn
 from torch.nn.parameter import is_lazy
 
 import lightning_tricks as lt
@@ -40,10 +42,20 @@ class Seeded(Callback):
 
 
 class Converts(Callback):
-    """Puts torchao's own layers where Float8 computes."""
+    """Puts torchao's own layers where Float8 computes; theirs compute in float8 in a validation, too."""
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        before = {*pl_module.modules()}
         NaiveFloat8().begin(pl_module, None)
+        self.layers = [layer for layer in pl_module.modules() if layer not in before]
+
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        for layer in self.layers:
+            layer.forward = partial(nn.Linear.forward, layer)
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        for layer in self.layers:
+            del layer.forward
 
 
 class Unscheduled(Callback):
