@@ -422,8 +422,8 @@ class Distill(TeachingCallback):
         if not decodes and any(_has_decoder(type(each)) for each in part.modules()):
             raise MisconfigurationException(
                 f"{self.written()} does not know whether attention_mask is of the tokens whose logits"
-                f" {type(part).__name__} returns, or of those of its encoder: name the part that has encoder and decoder"
-                " in student=, or let it return the whole output of that part, whose logits are found."
+                f" {type(part).__name__} returns, or of those of its encoder: name the part that has encoder and"
+                " decoder in student=, or let it return the whole output of that part, whose logits are found."
             )
         return mask
 

@@ -17,7 +17,7 @@ from typing_extensions import override
 from lightning_tricks.core.averaging.averages import Averages
 from lightning_tricks.core.averaging.callback import AveragingCallback
 from lightning_tricks.core.averaging.decay import Warmup, check_decay, ema_decay
-from lightning_tricks.core.checks import check_choice, check_count, check_duration, check_range, check_type
+from lightning_tricks.core.checks import check_choice, check_count, check_duration, check_range
 from lightning_tricks.core.weights.fsdp2 import FSDP2
 from lightning_tricks.core.weights.local import LocalWeights
 

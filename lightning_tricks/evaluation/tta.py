@@ -48,8 +48,9 @@ def tta(module: L.LightningModule, views: Sequence[View], *, mean: Mean = "proba
         TypeError: For what is no LightningModule, or views that are no functions.
         ValueError: For no views, other values of ``mean``, and outputs that are no logits for "probabilities".
         MisconfigurationException: If ``forward`` was replaced in the module, which is no method then, or it has views
-            already; when it runs, for a step that does not call ``self(...)`` or calls ``self.forward(...)``, outputs of views that have other shapes,
-            and outputs with places without a function that turns them back; if it is trained.
+            already; when it runs, for a step that does not call ``self(...)`` or calls ``self.forward(...)``, outputs
+            of views that have other shapes, and outputs with places without a function that turns them back; if it is
+            trained.
 
     Example:
         >>> import torch

@@ -4,8 +4,8 @@ For code that makes the dictionary itself, such as ``configure_optimizers`` of l
 without a Trainer. They take the arguments of the factories of the same name. Inside ``configure_optimizers(self)`` they
 find the module by themselves, and a Trainer steps them as often as the factory would have it, whatever "interval" and
 "frequency" they are returned with. Elsewhere call ``scheduler.step()`` after each ``optimizer.step()``, and pass
-``total_steps``. A curve that was made there, in the module's ``__init__`` for example, is stepped by a Trainer with each
-optimizer step, too.
+``total_steps``. A curve that was made there, in the module's ``__init__`` for example, is stepped by a Trainer with
+each optimizer step, too.
 """
 
 from __future__ import annotations

@@ -23,8 +23,8 @@ from lightning_tricks.modules.sam.rules import SAM, perturbed_weights
 __all__ = ["sam_step"]
 
 FULLGRAPH = (
-    "sam_step must see what a module has started from, which one graph cannot show: leave fullgraph=True out, or wrap the"
-    " module by torch.compile(module)"
+    "sam_step must see what a module has started from, which one graph cannot show: leave fullgraph=True out, or wrap"
+    " the module by torch.compile(module)"
 )
 WRAPPERS = ("torch.nn.parallel.", "lightning.fabric.")  # of modules, which have no state that a step may change
 

@@ -361,7 +361,9 @@ def test_the_other_attributes_of_an_object_that_holds_the_target_are_parts_too(d
     x, y, second = ("in." * depth + name for name in ("x", "y", "more.second"))
     train = DataLoader(data(), 8, collate_fn=collated)
     for mix in (partial(lt.HiddenMixup, "layers.2"), partial(lt.Mixup, inputs=x)):
-        with pytest.raises(MisconfigurationException, match=r"a loss is computed from batch.*\['second'\], which is not"):
+        with pytest.raises(
+            MisconfigurationException, match=r"a loss is computed from batch.*\['second'\], which is not"
+        ):
             fit(build(Reads), train=train, callbacks=[mix(target=y)], limit_val_batches=0, max_steps=1)
         run = fit(build(Reads), train=train, callbacks=[mix(target=[y, second])], limit_val_batches=0, max_steps=1)
         assert run.global_step == 1
