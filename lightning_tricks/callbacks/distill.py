@@ -44,7 +44,7 @@ def distillation_loss(
         student: Logits of the student, with at least two classes along ``dim``.
         teacher: Logits of the teacher, of the same shape; gradients do not flow into them. A class at -inf, which is
             masked out, adds nothing.
-        temperature: T, above 0; a larger one counts the unlikely classes for more.
+        temperature: T, above 0, at most 1e6; a larger one counts the unlikely classes for more.
         mask: Which samples, tokens or pixels count, other than 0, of the shape of the logits without ``dim``; None for
             all.
         dim: The dimension of the classes.
@@ -64,7 +64,9 @@ def distillation_loss(
         Hinton et al., Distilling the Knowledge in a Neural Network, arXiv 1503.02531.
     """
     _check_temperature(temperature)
-    if student.shape != teacher.shape or not student.ndim or student.shape[dim] < 2:
+    if not -student.ndim <= dim < student.ndim:
+        raise ValueError(f"dim must be a dimension of the logits, {tuple(student.shape)}, got {dim}.")
+    if student.shape != teacher.shape or student.shape[dim] < 2:
         raise ValueError(
             f"student and teacher must be logits of one shape, of at least two classes along dim={dim}, got"
             f" {tuple(student.shape)} and {tuple(teacher.shape)}."
@@ -85,7 +87,7 @@ def distillation_loss(
 
 
 def _check_temperature(temperature: float) -> None:
-    check_range("temperature", temperature, 0.0)
+    check_range("temperature", temperature, 0.0, 1e6)
     if temperature == 0:
         raise ValueError(f"temperature must be above 0, got {temperature!r}.")
 
@@ -483,7 +485,7 @@ def _pairs(features: Features) -> list[tuple[str, str]]:
 
 
 @cache
-def _has_decoder(kind: type[nn.Module]) -> bool:
+def _has_decoder(kind: Any) -> bool:
     """Whether modules of a class, or of one that it is made of, take what transformers gives to a decoder."""
     own = (vars(base)["forward"] for base in kind.__mro__ if "forward" in vars(base))
     return any("decoder_input_ids" in inspect.signature(forward).parameters for forward in own)

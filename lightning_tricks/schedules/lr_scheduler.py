@@ -38,10 +38,10 @@ def _bare(factory: Callable[P, Schedule]) -> Callable[P, LRScheduler]:
         if "module" in signature(factory).parameters and given.arguments.get("module") is None:
             given.arguments["module"] = _configured()
         config: Any = factory(*given.args, **given.kwargs)["lr_scheduler"]
-        scheduler: Any = config["scheduler"]
+        scheduler: LRScheduler | Any = config["scheduler"]
         if isinstance(scheduler, CurveLR) or given.arguments.get("module") is not None:  # else validations are unknown
             scheduler.occasion = config["interval"], config["frequency"]
-        return scheduler  # type: ignore[no-any-return]
+        return scheduler
 
     make.__module__ = __name__  # by which it is pickled, in hyperparameters for example
     make.__doc__ = _of_the_scheduler(factory.__doc__ or "")

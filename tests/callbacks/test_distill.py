@@ -734,6 +734,7 @@ def test_logits_of_one_class_are_refused() -> None:
         ({"teacher": 0.9}, TypeError, "teacher must be Module or TeachingCallback, got 0.9"),
         ({"weight": -1}, ValueError, r"weight must be in \[0.0, inf\), got -1"),
         ({"temperature": 0}, ValueError, "temperature must be above 0, got 0"),
+        ({"temperature": 1e200}, ValueError, r"temperature must be in \[0.0, 1000000.0\], got 1e\+200"),
         ({"features": "("}, ValueError, "is not a regular expression"),
         ({"features": {"a": 1}}, TypeError, "features must be a string"),
         ({"features": 0}, TypeError, "features must be a string"),
@@ -750,5 +751,7 @@ def test_wrong_arguments_are_refused(arguments: dict[str, Any], error: Any, mess
 def test_shapes_that_do_not_go_together_are_refused() -> None:
     with pytest.raises(ValueError, match=r"logits of one shape, .* along dim=-1, got \(4, 3\) and \(4, 2\)"):
         distillation_loss(torch.zeros(4, 3), torch.zeros(4, 2))
+    with pytest.raises(ValueError, match=r"dim must be a dimension of the logits, \(4, 3\), got 2"):
+        distillation_loss(torch.zeros(4, 3), torch.zeros(4, 3), dim=2)
     with pytest.raises(ValueError, match=r"mask must have the shape of the logits without dim=-1, \(4,\), got \(3,\)"):
         distillation_loss(torch.zeros(4, 3), torch.zeros(4, 3), mask=torch.zeros(3))

@@ -101,6 +101,25 @@ def test_an_average_says_what_an_average_made_by_hand_says() -> None:
     assert (said[-1][0] != said[0][0]).any()
 
 
+@pytest.mark.parametrize("hook", ["on_train_start", "on_train_batch_start"])
+def test_it_begins_with_the_weights_that_hooks_have_drawn(hook: str) -> None:
+    def draw(module: Any, *_: Any) -> None:
+        if not module.global_step:
+            torch.manual_seed(1)
+            torch.nn.init.normal_(module.layers[0].weight)
+
+    class Draws(Asks):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.drawn = self.layers[0].weight.detach().clone() if not self.said else self.drawn
+            return super().training_step(batch, batch_idx)
+
+    module = build(type("Hooked", (Draws,), {hook: draw}))
+    (first, *_) = asked(module, lt.Teacher(1.0), max_epochs=1)
+    reference = build(Asks).eval()
+    reference.layers[0].weight.data = module.drawn
+    torch.testing.assert_close(first, reference(torch.eye(8)))
+
+
 def test_a_copy_of_the_module_says_that_it_has_no_teacher_until_it_is_fitted_with_its_own() -> None:
     class Copied(Asks):
         def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
