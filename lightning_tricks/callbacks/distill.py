@@ -53,7 +53,7 @@ def distillation_loss(
         The loss, a scalar; 0 if none counts.
 
     Raises:
-        TypeError: For a temperature that is no number.
+        TypeError: For a temperature that is no number, and a dimension that is no integer.
         ValueError: For a temperature out of range, or tensors whose shapes do not go together.
 
     Example:
@@ -64,6 +64,7 @@ def distillation_loss(
         Hinton et al., Distilling the Knowledge in a Neural Network, arXiv 1503.02531.
     """
     _check_temperature(temperature)
+    check_type("dim", dim, int)
     if not -student.ndim <= dim < student.ndim:
         raise ValueError(f"dim must be a dimension of the logits, {tuple(student.shape)}, got {dim}.")
     if student.shape != teacher.shape or student.shape[dim] < 2:
@@ -421,7 +422,8 @@ class Distill(TeachingCallback):
         mask = given.get("decoder_attention_mask" if decodes else "attention_mask")
         if not isinstance(mask, Tensor) or mask.shape != shape:
             return None
-        if not decodes and any(_has_decoder(type(each)) for each in part.modules()):
+        kinds: set[Any] = set(map(type, part.modules()))
+        if not decodes and any(map(_has_decoder, kinds)):
             raise MisconfigurationException(
                 f"{self.written()} does not know whether attention_mask is of the tokens whose logits"
                 f" {type(part).__name__} returns, or of those of its encoder: name the part that has encoder and"
