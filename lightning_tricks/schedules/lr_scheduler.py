@@ -38,7 +38,7 @@ def _bare(factory: Callable[P, Schedule]) -> Callable[P, LRScheduler]:
         if "module" in signature(factory).parameters and given.arguments.get("module") is None:
             given.arguments["module"] = _configured()
         config: Any = factory(*given.args, **given.kwargs)["lr_scheduler"]
-        scheduler: LRScheduler | Any = config["scheduler"]
+        scheduler: Any = config["scheduler"]
         if isinstance(scheduler, CurveLR) or given.arguments.get("module") is not None:  # else validations are unknown
             scheduler.occasion = config["interval"], config["frequency"]
         return scheduler
