@@ -39,6 +39,7 @@ from lightning_tricks.core.trick import Trick
 from lightning_tricks.core.weights.stages import StagedCallback
 from lightning_tricks.core.weights.tensors import checksum
 from lightning_tricks.modules.bias_before_batchnorm import biases_before_batchnorm
+from lightning_tricks.schedules.scheduler import CurveLR
 
 __all__ = ["Doctor"]
 
@@ -149,7 +150,7 @@ def schedule_length(module: nn.Module, trainer: L.Trainer) -> Iterator[str]:
 
 
 def schedule_interval(module: nn.Module, trainer: L.Trainer) -> Iterator[str]:
-    """Find torch schedules that count steps and are stepped once an epoch, and the reverse."""
+    """Find schedules that count steps and are stepped once an epoch, and the reverse."""
     try:
         steps, epochs = optimizer_steps(trainer), trainer.max_epochs
     except UnknownTotalSteps:
@@ -171,7 +172,9 @@ def schedule_interval(module: nn.Module, trainer: L.Trainer) -> Iterator[str]:
 
 
 def _length(scheduler: object, steps: int) -> int:
-    """The step at which a scheduler of torch ends its warm-up or changes nothing any more; 0 if it does not tell."""
+    """The step at which a scheduler ends its warm-up or changes nothing any more; 0 if it does not tell."""
+    if isinstance(scheduler, CurveLR):  # whose steps the user has counted
+        return 0 if scheduler.follows else scheduler.settings.get("total_steps") or 0
     if isinstance(scheduler, MultiStepLR):
         return max(scheduler.milestones, default=0)
     if isinstance(scheduler, LambdaLR):  # so are the schedules of transformers

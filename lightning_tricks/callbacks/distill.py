@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple, final
 
 import lightning as L
@@ -21,6 +21,7 @@ from lightning_tricks.core.conflicts import Conflict
 from lightning_tricks.core.lightning.trainer import callbacks_of, is_fitting, log_every_n_steps
 from lightning_tricks.core.mixed_targets.target import returned_loss
 from lightning_tricks.core.replay.data_watch import versions
+from lightning_tricks.core.replay.graph import find_graph_node, reentrant_checkpoint
 from lightning_tricks.core.replay.rerun import is_replaying
 from lightning_tricks.core.selection import check_patterns, listed, outermost, select_modules
 
@@ -43,7 +44,7 @@ def distillation_loss(
         student: Logits of the student, with at least two classes along ``dim``.
         teacher: Logits of the teacher, of the same shape; gradients do not flow into them. A class at -inf, which is
             masked out, adds nothing.
-        temperature: T, above 0; a larger one counts the unlikely classes for more.
+        temperature: T, above 0, at most 1e6; a larger one counts the unlikely classes for more.
         mask: Which samples, tokens or pixels count, other than 0, of the shape of the logits without ``dim``; None for
             all.
         dim: The dimension of the classes.
@@ -52,7 +53,7 @@ def distillation_loss(
         The loss, a scalar; 0 if none counts.
 
     Raises:
-        TypeError: For a temperature that is no number.
+        TypeError: For a temperature that is no number, and a dimension that is no integer.
         ValueError: For a temperature out of range, or tensors whose shapes do not go together.
 
     Example:
@@ -63,7 +64,10 @@ def distillation_loss(
         Hinton et al., Distilling the Knowledge in a Neural Network, arXiv 1503.02531.
     """
     _check_temperature(temperature)
-    if student.shape != teacher.shape or not student.ndim or student.shape[dim] < 2:
+    check_type("dim", dim, int)
+    if not -student.ndim <= dim < student.ndim:
+        raise ValueError(f"dim must be a dimension of the logits, {tuple(student.shape)}, got {dim}.")
+    if student.shape != teacher.shape or student.shape[dim] < 2:
         raise ValueError(
             f"student and teacher must be logits of one shape, of at least two classes along dim={dim}, got"
             f" {tuple(student.shape)} and {tuple(teacher.shape)}."
@@ -84,7 +88,7 @@ def distillation_loss(
 
 
 def _check_temperature(temperature: float) -> None:
-    check_range("temperature", temperature, 0.0)
+    check_range("temperature", temperature, 0.0, 1e6)
     if temperature == 0:
         raise ValueError(f"temperature must be above 0, got {temperature!r}.")
 
@@ -183,9 +187,8 @@ class Distill(TeachingCallback):
         check_range("weight", weight, 0.0)
         if temperature is not None:
             _check_temperature(temperature)
-        for patterns in _pairs(features) if features is not None else ():
-            for pattern in patterns:
-                check_patterns("features", pattern)
+        if features is not None:
+            check_patterns("features", [*features, *features.values()] if isinstance(features, Mapping) else features)
         check_type("student", student, str, type(None))
         if isinstance(teacher, TeachingCallback):
             super().__init__(teacher.decay, teacher.module)
@@ -205,6 +208,7 @@ class Distill(TeachingCallback):
         self._calls: list[_Called] | None = None  # those of the present step
         self._inputs: dict[str, Versions] = {}  # those of the inputs of a call, by the name of the part
         self._seen: _Seen | None = None  # outputs of layers, by their names in the module
+        self._ungraded: set[str] = set()  # the parts and layers that the present step has called without gradients
         self._value: Tensor | None = None  # the distance in the last batch
 
     @override
@@ -290,13 +294,21 @@ class Distill(TeachingCallback):
     @torch.compiler.disable
     def _left(self, name: str, part: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         # A call without gradients, as for a metric, is none of the loss.
-        if self._calls is not None and self._part in (None, name) and torch.is_grad_enabled():
+        if self._calls is None or self._part not in (None, name):
+            return
+        if not torch.is_grad_enabled():
+            self._ungraded.add(name)
+        else:
             call, written = Call(part, args, kwargs), versions(_tensors(output))
             self._calls.append(_Called(name, call, output, self._inputs[name], written))
 
     @torch.compiler.disable
     def _passed(self, name: str, layer: nn.Module, args: Any, output: Any) -> None:
-        if self._seen is not None and (self._calls is None or torch.is_grad_enabled()):  # the teacher has none
+        if self._seen is None:
+            return
+        if self._calls is not None and not torch.is_grad_enabled():  # the teacher has none
+            self._ungraded.add(name)
+        else:
             first = output[0] if isinstance(output, tuple | list) and output else output
             if not isinstance(first, Tensor):
                 raise MisconfigurationException(
@@ -310,7 +322,7 @@ class Distill(TeachingCallback):
         if not torch.is_grad_enabled():
             return original(*args, **kwargs)  # a trial
         seen: _Seen = {}
-        self._calls, self._seen = [], seen
+        self._calls, self._seen, self._ungraded = [], seen, set()
         try:
             output = original(*args, **kwargs)
             calls = self._calls
@@ -320,6 +332,10 @@ class Distill(TeachingCallback):
         loss = returned_loss(loss)
         if not isinstance(loss, Tensor) or not loss.requires_grad:
             return output  # a batch that is skipped
+        compared = {called.name for called in calls} if self.features is None else seen.keys()
+        hidden = self._ungraded and not (compared if self.features is None else self._ungraded <= compared)
+        if hidden and find_graph_node(loss, "CheckpointFunctionBackward".__eq__):
+            raise reentrant_checkpoint(self.written())
         distance = self._distance(module, self._of_student(module, calls), seen)
         if not is_replaying():
             self._value = distance.detach()
@@ -366,7 +382,7 @@ class Distill(TeachingCallback):
             self._seen = None
         if self.features is None:
             distances = [
-                self._of_outputs(self._logits(called.output), self._logits(answer), _attended(called))
+                self._of_outputs(self._logits(called.output), self._logits(answer), called)
                 for called, answer in zip(calls, answers, strict=True)
             ]
         else:
@@ -378,7 +394,7 @@ class Distill(TeachingCallback):
             )
         return torch.stack(distances).mean()
 
-    def _of_outputs(self, mine: Tensor, theirs: Tensor, attended: Any) -> Tensor:
+    def _of_outputs(self, mine: Tensor, theirs: Tensor, called: _Called) -> Tensor:
         self._require_alike("outputs", mine, theirs)
         if self.temperature is None:
             return F.mse_loss(mine.float(), theirs.float())
@@ -388,8 +404,32 @@ class Distill(TeachingCallback):
                 f"{self.written()} compares logits of at least two classes, got outputs {tuple(mine.shape)}: pass"
                 " temperature=None for their mean squared error."
             )
-        mask = attended if isinstance(attended, Tensor) and attended.shape == mine.shape[:-1] else None
+        mask = self._mask(called, mine.shape[:-1])
         return distillation_loss(mine, theirs, temperature=self.temperature, mask=mask, dim=dim)
+
+    def _mask(self, called: _Called, shape: torch.Size) -> Tensor | None:
+        """The mask of the tokens whose logits a call has returned, by position or by name; None if it was given none.
+
+        Raises:
+            MisconfigurationException: If it may be that of the encoder, and the logits those of the decoder.
+        """
+        part = called.call.part
+        names = inspect.signature(part.forward).parameters
+        given = {**dict(zip(names, called.call.args, strict=False)), **called.call.kwargs}
+        # An encoder and a decoder have tokens of their own, and the logits are those of the decoder.
+        decodes = hasattr(called.output, "encoder_last_hidden_state")
+        decodes |= any(name.startswith("decoder_") for name, value in given.items() if value is not None)
+        mask = given.get("decoder_attention_mask" if decodes else "attention_mask")
+        if not isinstance(mask, Tensor) or mask.shape != shape:
+            return None
+        kinds: set[Any] = set(map(type, part.modules()))
+        if not decodes and any(map(_has_decoder, kinds)):
+            raise MisconfigurationException(
+                f"{self.written()} does not know whether attention_mask is of the tokens whose logits"
+                f" {type(part).__name__} returns, or of those of its encoder: name the part that has encoder and"
+                " decoder in student=, or let it return the whole output of that part, whose logits are found."
+            )
+        return mask
 
     def _of_layer(self, name: str, seen: _Seen, answers: _Seen) -> Iterator[Tensor]:
         mine, theirs = seen[name], answers.get(name, [])
@@ -446,12 +486,11 @@ def _pairs(features: Features) -> list[tuple[str, str]]:
     return [(pattern, pattern) for pattern in listed(features)]
 
 
-def _attended(called: _Called) -> Any:
-    """The mask of the tokens whose logits a call has returned, by position or by name; None if it was given none."""
-    # An encoder and a decoder have tokens of their own, and the logits are those of the decoder.
-    name = "decoder_attention_mask" if hasattr(called.output, "encoder_last_hidden_state") else "attention_mask"
-    names = inspect.signature(called.call.part.forward).parameters
-    return {**dict(zip(names, called.call.args, strict=False)), **called.call.kwargs}.get(name)
+@cache
+def _has_decoder(kind: Any) -> bool:
+    """Whether modules of a class, or of one that it is made of, take what transformers gives to a decoder."""
+    own = (vars(base)["forward"] for base in kind.__mro__ if "forward" in vars(base))
+    return any("decoder_input_ids" in inspect.signature(forward).parameters for forward in own)
 
 
 def _tensors(value: Any) -> list[Tensor]:

@@ -17,7 +17,7 @@ from typing_extensions import override
 from lightning_tricks.core.averaging.averages import Averages
 from lightning_tricks.core.averaging.callback import AveragingCallback
 from lightning_tricks.core.averaging.decay import Warmup, check_decay, ema_decay
-from lightning_tricks.core.checks import check_choice, check_count, check_duration, check_range, check_type
+from lightning_tricks.core.checks import check_choice, check_count, check_duration, check_range
 from lightning_tricks.core.weights.fsdp2 import FSDP2
 from lightning_tricks.core.weights.local import LocalWeights
 
@@ -158,8 +158,16 @@ class _Tensors(nn.Module):
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         super().__init__()
-        for number, tensor in enumerate(dict.fromkeys(tensors)):
-            check_type(f"tensors[{number}]", tensor, Tensor)
+        if isinstance(tensors, Mapping) or not isinstance(tensors, Iterable):
+            raise TypeError(
+                f"tensors must be a module or tensors, such as module.parameters(), got {type(tensors).__name__}."
+            )
+        for number, tensor in enumerate({id(tensor): tensor for tensor in tensors}.values()):
+            if not isinstance(tensor, Tensor):
+                raise TypeError(
+                    f"tensors[{number}] must be Tensor, got {type(tensor).__name__}: pass the module, its parameters(),"
+                    ' or of parameter groups the weights, [w for group in groups for w in group["params"]].'
+                )
             if isinstance(tensor, DTensor):
                 raise ValueError(f"tensors[{number}] is a shard of a module's weight, got a DTensor: pass the module.")
             if not (is_lazy(tensor) or tensor.is_floating_point() or tensor.is_complex()):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, final
 
@@ -23,7 +24,8 @@ class Teacher(TeachingCallback):
 
     d is ``min(decay, (1+n)/(10+n))`` after n optimizer steps, as in ``EMA``, and 1 for ``decay=1``: a copy of the
     module as training begins. The teacher is in eval mode, computes without gradients, and leaves no trace in the
-    module and in its random numbers. It is neither in ``parameters()`` nor in the ``state_dict`` nor in an optimizer.
+    module and in its random numbers. It is neither in ``parameters()`` nor in the ``state_dict`` nor in an optimizer. A
+    copy of the module has no teacher, and says so when it asks.
     BatchNorm's statistics and other floating-point buffers that are saved are averaged as the weights are; everything
     else is the module's own.
 
@@ -63,13 +65,31 @@ class Teacher(TeachingCallback):
         super().setup(trainer, pl_module, stage)
         if not is_fitting(trainer):
             return
-        if hasattr(pl_module, "teacher"):
+        if not isinstance(getattr(pl_module, "teacher", _Asked()), _Asked):
             raise MisconfigurationException(
                 f"{self.written()} is called as self.teacher, and {type(pl_module).__name__} has such an attribute"
                 " already: give that another name, or pass the teacher to Distill alone."
             )
-        vars(pl_module)["teacher"] = partial(self._answer, pl_module)
+        vars(pl_module)["teacher"] = _Asked(partial(self._answer, pl_module))
         self._undo.callback(delattr, pl_module, "teacher")
 
     def _answer(self, pl_module: L.LightningModule, *args: Any, **kwargs: Any) -> Any:
         return self.answers(pl_module, [Call(pl_module, args, kwargs)])[0]
+
+
+class _Asked:
+    """The attribute ``teacher`` of a module in a fit; in a copy of that module, which is in none, it says so."""
+
+    def __init__(self, answer: Callable[..., Any] | None = None) -> None:
+        self._answer = answer
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._answer is None:
+            raise MisconfigurationException(
+                "self.teacher answers the module that Teacher() trains, and this is a copy of it: call that of the"
+                " module itself, or fit the copy with a Teacher() of its own."
+            )
+        return self._answer(*args, **kwargs)
+
+    def __reduce__(self) -> Any:
+        return _Asked, ()

@@ -122,7 +122,7 @@ class Ensemble(MeanOutput):
                 f"output={output!r} must name a submodule with all parameters, for each member computes its inputs, got"
                 f" others in {some(outside)}: leave output out."
             )
-        hook = _Mean([other.get_submodule(output) for other in others], mean, dim)
+        hook = _Mean([other.get_submodule(output) for other in others], mean, dim, of_module=not output)
         ensemble = with_mean(first, Ensemble, hook)
         ensemble.ensemble_members = nn.ModuleList(others)
         ensemble.get_submodule(output).register_forward_hook(hook, with_kwargs=True)
@@ -140,13 +140,14 @@ class _Mean(OutputMean):
         others: The modules, which get the same inputs.
         mean: What is averaged.
         dim: Dimension of the classes.
+        of_module: Whether they are whole modules.
     """
 
     trick = "Ensemble"
     remedy = "call it there, or pass output=, the name of the submodule that it calls with the inputs"
 
-    def __init__(self, others: list[nn.Module], mean: Mean, dim: int | None) -> None:
-        super().__init__(mean, dim)
+    def __init__(self, others: list[nn.Module], mean: Mean, dim: int | None, of_module: bool) -> None:
+        super().__init__(mean, dim, of_module)
         self.others = others
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:

@@ -92,13 +92,14 @@ class OutputMean:
     Args:
         mean: What is averaged.
         dim: Dimension of the classes; None for logits (B, C).
+        of_module: Whether it is of the outputs of the module itself, and not of those of a submodule.
     """
 
     trick: ClassVar[str]  # the name in errors
     remedy: ClassVar[str]  # where a step passes by the mean
 
-    def __init__(self, mean: Mean, dim: int | None) -> None:
-        self.mean, self.dim, self.calls = mean, dim, 0
+    def __init__(self, mean: Mean, dim: int | None, of_module: bool = True) -> None:
+        self.mean, self.dim, self.of_module, self.calls = mean, dim, of_module, 0
 
     def of(self, outputs: Sequence[Any]) -> Any:
         """The mean of outputs, tensors or objects with ``logits``, of which the mean has nothing else."""
@@ -110,6 +111,34 @@ class MeanOutput(L.LightningModule):
     """A module that is an instance of another class, too, whose steps must see the mean."""
 
     means: list[OutputMean]
+    in_call = False  # whether self(...) runs, which calls forward
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Leave out that of the module's class, which knows nothing of a class that is made for one instance."""
+
+    @override
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.is_redirected():
+            return super().__call__(*args, **kwargs)
+        before, self.in_call = self.in_call, True
+        try:
+            return super().__call__(*args, **kwargs)
+        finally:
+            self.in_call = before
+
+    def is_redirected(self) -> bool:
+        """Whether a strategy calls a step in place of ``forward``."""
+        own = vars(self).get("forward", None)
+        return own is not None and getattr(own, "__self__", None) is not self
+
+    @override
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        for mean in self.means:
+            if mean.of_module and not self.in_call:
+                raise MisconfigurationException(
+                    f"{mean.trick} averages what self(...) returns, and self.forward(...) passes by it: call self(...)."
+                )
+        return super().forward(*args, **kwargs)
 
     @override
     def on_validation_epoch_end(self) -> None:

@@ -28,7 +28,8 @@ def tta(module: L.LightningModule, views: Sequence[View], *, mean: Mean = "proba
 
     The result is for ``validate``, ``test`` and ``predict``: an instance of the module's class with the same weights,
     buffers and submodules, whose ``self(x)`` gives the mean, so that steps, metrics and hooks work as they are. Steps
-    that do not call ``self(x)`` would see one view only, and are refused. The module itself stays as it is.
+    that do not call ``self(x)``, or call ``self.forward(x)``, would see one view only, and are refused. The module
+    itself stays as it is.
 
     An output with places, such as that of a segmentation (B, C, H, W), has to be turned back: a view is a pair then, of
     what changes the input and what changes the output back. The classes are its dimension 1.
@@ -47,8 +48,9 @@ def tta(module: L.LightningModule, views: Sequence[View], *, mean: Mean = "proba
         TypeError: For what is no LightningModule, or views that are no functions.
         ValueError: For no views, other values of ``mean``, and outputs that are no logits for "probabilities".
         MisconfigurationException: If ``forward`` was replaced in the module, which is no method then, or it has views
-            already; when it runs, for a step that does not call ``self(...)``, outputs of views that have other shapes,
-            and outputs with places without a function that turns them back; if it is trained.
+            already; when it runs, for a step that does not call ``self(...)`` or calls ``self.forward(...)``, outputs
+            of views that have other shapes, and outputs with places without a function that turns them back; if it is
+            trained.
 
     Example:
         >>> import torch
@@ -106,8 +108,7 @@ class TTA(MeanOutput):
 
     @override
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        own = vars(self).get("forward", None)
-        if own is not None and getattr(own, "__self__", None) is not self:  # a strategy calls a step in its place
+        if self.is_redirected():
             return super().__call__(*args, **kwargs)
         views = next(mean for mean in self.means if isinstance(mean, _Views))
         return views.averaged(super().__call__, args, kwargs)

@@ -456,6 +456,7 @@ def swa_tail(schedule: Schedule, *, start: Duration = 0.75, swa_lr: float, annea
     tailed = CurveLR(scheduler.optimizer, tail(scheduler.curve, Place()), momentum=scheduler.momentum)
     if scheduler.rebind is not None:
         tailed.rebind, tailed.follows = partial(_rebound_tail, scheduler.rebind, tail), scheduler.follows
+    tailed.occasion = scheduler.occasion
     of = scheduler.settings if scheduler.arguments is None else scheduler.arguments
     tailed.arguments = {"curve": "swa_tail", "start": start, "swa_lr": swa_lr, "anneal": anneal, "of": of}
     scheduler.replaced = True
@@ -531,6 +532,7 @@ def _schedule(
     scheduler = CurveLR(optimizer, bound, momentum=cycled)
     scheduler.rebind = partial(bind, is_trial=counts and _is_trial(trainer))
     scheduler.follows = counts and trainer is not None
+    scheduler.occasion = ("step", 1) if scheduler.follows else None
     scheduler.arguments = {"curve": curve.__name__, **optional, **settings}
     return _dictionary(scheduler)
 

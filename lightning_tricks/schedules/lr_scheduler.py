@@ -4,8 +4,8 @@ For code that makes the dictionary itself, such as ``configure_optimizers`` of l
 without a Trainer. They take the arguments of the factories of the same name. Inside ``configure_optimizers(self)`` they
 find the module by themselves, and a Trainer steps them as often as the factory would have it, whatever "interval" and
 "frequency" they are returned with. Elsewhere call ``scheduler.step()`` after each ``optimizer.step()``, and pass
-``total_steps``: made in the module's ``__init__``, for example, and returned without "interval": "step", a scheduler
-is stepped by Lightning once an epoch.
+``total_steps``. A curve that was made there, in the module's ``__init__`` for example, is stepped by a Trainer with
+each optimizer step, too.
 """
 
 from __future__ import annotations
@@ -38,8 +38,9 @@ def _bare(factory: Callable[P, Schedule]) -> Callable[P, LRScheduler]:
         if "module" in signature(factory).parameters and given.arguments.get("module") is None:
             given.arguments["module"] = _configured()
         config: Any = factory(*given.args, **given.kwargs)["lr_scheduler"]
-        config["scheduler"].occasion = config["interval"], config["frequency"]
-        scheduler: LRScheduler = config["scheduler"]
+        scheduler: Any = config["scheduler"]
+        if isinstance(scheduler, CurveLR) or given.arguments.get("module") is not None:  # else validations are unknown
+            scheduler.occasion = config["interval"], config["frequency"]
         return scheduler
 
     make.__module__ = __name__  # by which it is pickled, in hyperparameters for example
@@ -54,9 +55,13 @@ def _of_the_scheduler(said: str) -> str:
 
 
 def _configured() -> L.LightningModule | None:
-    """The module of a Trainer whose method, ``configure_optimizers`` for example, asks for a scheduler."""
-    modules = (caller for caller in callers() if isinstance(caller, L.LightningModule))
-    return next((module for module in modules if trainer_of(module) is not None), None)
+    """The module of a Trainer whose ``configure_optimizers``, or another hook, asks for a scheduler."""
+    for caller in callers():
+        if isinstance(caller, L.LightningModule) and trainer_of(caller) is not None:
+            return caller
+        if isinstance(caller, L.Trainer):  # a function that is no method of the module
+            return caller.lightning_module
+    return None
 
 
 constant = _bare(factories.constant)

@@ -32,6 +32,7 @@ from lightning_tricks.schedules.scheduler import (
 
 __all__ = ["PlateauLR", "reduce_on_plateau"]
 
+_OF_THIS_RUN = ("duration", "occasion", "_saved", "_begun")  # what is no part of the state, which torch makes of all
 _SETTINGS = ("mode", "factor", "patience", "threshold", "threshold_mode", "cooldown", "eps", "warmup", "floor")
 
 
@@ -100,6 +101,10 @@ class PlateauLR(Participant, ReduceLROnPlateau):
             super().step(metrics, epoch)
 
     @override
+    def state_dict(self) -> dict[str, Any]:
+        return {name: value for name, value in super().state_dict().items() if name not in _OF_THIS_RUN}
+
+    @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         check_state(self, state_dict, "num_bad_epochs")
         own = {name: vars(self)[name] for name in _SETTINGS}
@@ -107,7 +112,7 @@ class PlateauLR(Participant, ReduceLROnPlateau):
         self._saved = saved
         if self.duration is None:
             warn_of_other_settings(saved, own)
-        super().load_state_dict({**state_dict, **own, "occasion": self.occasion})
+        super().load_state_dict({**state_dict, **own})
         if saved["mode"] != self.mode:
             self._reset()  # the best metric so far is the worst one now
         self._set_lrs()

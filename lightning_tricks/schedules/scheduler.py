@@ -10,11 +10,13 @@ from functools import partial
 from typing import Any, final
 
 import lightning as L
+from lightning.pytorch.strategies import Strategy
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from typing_extensions import override
 
+from lightning_tricks.core.call_stack import callers
 from lightning_tricks.core.checks import check_type
 from lightning_tricks.core.conflicts import Conflict, Participant
 from lightning_tricks.core.lightning.fit import Place
@@ -96,7 +98,9 @@ class CurveLR(Participant, LRScheduler):
         self.arguments: Mapping[str, Any] | None = None  # those of the factory, as they were given
         self._saved: Mapping[str, Any] = {}  # the settings of the checkpoint, until they are compared
         self.replaced = False  # whether another scheduler follows its curve in its place
-        self.occasion: tuple[str, int] | None = None  # the interval and frequency of its steps, of a bare scheduler
+        # The interval and frequency of its steps in a Trainer, whatever dictionary it is returned in; None for those
+        # of the dictionary.
+        self.occasion: tuple[str, int] | None = None
         prepare_hooks(optimizer)
         super().__init__(optimizer, last_epoch)
         self._follow_the_optimizer()
@@ -111,11 +115,23 @@ class CurveLR(Participant, LRScheduler):
 
     def _let_in(self, *_: Any) -> None:
         """Give groups that have joined since the last step their learning rate in this one."""
+        if self.occasion is not None and not self.follows:
+            self._keep_occasion(self.occasion)
         for group in () if self.replaced else self.optimizer.param_groups:
             if "initial_lr" not in group:
                 set_lr(group, base_lr(group) * self.curve(self.last_epoch))
                 if self.momentum is not None:
                     self._set_momentum(self.momentum(self.last_epoch))
+
+    def _keep_occasion(self, occasion: tuple[str, int]) -> None:
+        """Have the Trainer that steps the optimizer step this scheduler when it is due.
+
+        A scheduler that was made before there was a Trainer meets it here first.
+        """
+        strategy = next((caller for caller in callers() if isinstance(caller, Strategy)), None)
+        for config in () if strategy is None else strategy.lr_scheduler_configs:
+            if config.scheduler is self:
+                config.interval, config.frequency = occasion
 
     @override
     def get_lr(self) -> list[float | Tensor]:

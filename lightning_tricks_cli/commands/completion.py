@@ -82,7 +82,7 @@ def _for_fish(main_parser: argparse.ArgumentParser) -> str:
     for name in METHODS:
         for flag in _lightning_flags(names):
             commands[name].add_argument(flag, choices=values.get(flag))
-    (word,) = (action for action in commands["tricks"]._actions if action.dest == "word")
+    (word,) = (action for action in commands["tricks"]._actions if action.dest == "words")
     word.choices = _tricks()
     script: str = shtab.complete(main_parser, "fish")
     return script

@@ -63,7 +63,7 @@ def run(options: argparse.Namespace) -> None:
         if not predictions.absolute().parent.is_dir():
             raise FileNotFoundError(f"There is no folder {predictions.parent}: create it first.")
         require_file(predictions)
-    cli = read_config(options.config)
+    cli = read_config(options.config, f"--seed_everything={options.seed}")
     if cli.datamodule is None:
         raise ValueError("cross-validate needs a LightningDataModule, got a configuration without data: add its class.")
     require_lock(folder_of("output", folder))

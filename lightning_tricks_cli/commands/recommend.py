@@ -237,8 +237,8 @@ def chosen(case: Case) -> Iterator[str]:
         yield "LoRA"
     elif case.pretrained and case.data == "small" and case.task in ("image", "text"):
         yield f"unfreeze {case.task}"
-    if noisy(case):
-        yield from ("EMA", "flat_cos")
+    if noisy(case):  # one of both, and pretrained weights need the warm-up
+        yield "flat_cos" if case.pretrained else "EMA"
     else:
         yield "linear" if case.pretrained else "cosine"
     if case.problem == "slow":
@@ -254,7 +254,7 @@ def notes(case: Case) -> Iterator[str]:
     if case.task == "llm":
         yield "Our small language model gained by ScheduleFree, flat_cos and EMA: measure, by lightning-tricks compare."
     if noisy(case):
-        yield "EMA or flat_cos gained as much as both: leave one out. SAM (docs/tricks/SAMMixin.md) gained less."
+        yield "EMA alone and flat_cos alone gained as much as both. SAM (docs/tricks/SAMMixin.md) gained less."
         yield "Leave out HardExampleFilter: wrong labels are the hardest examples, so it does harm."
     if case.data == "small" and not case.pretrained and case.task != "tabular":
         yield "With little data, pretrained weights usually bring more than any trick (--pretrained)."

@@ -52,12 +52,12 @@ def run(options: argparse.Namespace) -> None:
     from lightning_tricks.core.report import table
     from lightning_tricks_cli.runs.target import read_target
 
+    model, batch = read_target(options)
     known = {name: getattr(options, name) for name in ("device_memory", "host_memory", "nvme", "devices")}
     known = {name: value for name, value in known.items() if value is not None}
     if options.no_bf16:
         known["bf16"] = False
     hardware = Hardware.detect(nodes=options.nodes, links=options.links, **known)
-    model, batch = read_target(options)
     if options.batch_size is not None and batch is None:
         raise ValueError(f"batch_size={options.batch_size} needs a model to measure, got TARGET {options.target!r}.")
     suggestion = suggest_strategy(

@@ -20,25 +20,25 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         "tricks",
         help="list the tricks, or print the card of one",
         description="List the tricks, one line each. With a name, print its card: what it does, when to take it and"
-        " when not, code, starting values, cost, evidence, where it works, pitfalls. With another word, list the"
-        " tricks whose name or description has it.",
+        " when not, code, starting values, cost, evidence, where it works, pitfalls. With other words, list the"
+        " tricks whose name or description has them, or else those whose card has them.",
         epilog="examples: lightning-tricks tricks; lightning-tricks tricks EMA; lightning-tricks tricks memory;"
         " lightning-tricks tricks --json",
     )
     tricks.set_defaults(run=run)
-    tricks.add_argument("word", nargs="?", default="", help="a name, or a word to look for")
+    tricks.add_argument("words", nargs="*", metavar="word", help="a name, or words to look for")
     tricks.add_argument("--json", action="store_true", help="print JSON, a row for every public name")
 
 
 def run(options: argparse.Namespace) -> None:
     """Run the command."""
-    names = {name.lower(): name for name in every_name()}
+    names, words = {name.lower(): name for name in every_name()}, " ".join(options.words)
     if options.json:
-        print(json.dumps([row._asdict() for row in tricks(options.word)], indent=1))
-    elif name := names.get(options.word.lower()):
+        print(json.dumps([row._asdict() for row in tricks(words)], indent=1))
+    elif name := names.get(words.lower()):
         print_markdown(in_text(card(name)))
     else:
-        for group, members in groupby(rows(options.word), key=lambda row: row.group):
+        for group, members in groupby(rows(words), key=lambda row: row.group):
             print(f"{group}:")
             for row in members:
                 print(f"  {row.names[0]:<23} {row.what}")
@@ -65,8 +65,8 @@ class Trick(NamedTuple):
     works: str
 
 
-def tricks(word: str = "") -> list[Trick]:
-    """List the public names that have a word in their name or description; by default all of them.
+def tricks(words: str = "") -> list[Trick]:
+    """List the public names that have words in their name or description; by default all of them.
 
     Raises:
         ValueError: If there is none.
@@ -74,15 +74,15 @@ def tricks(word: str = "") -> list[Trick]:
     found = [
         Trick(name, said["kind"], said["what"], *_line_and_cost(name), works_with(name))
         for name, said in evidence()["names"].items()
-        if word.lower() in f"{name} {said['what']}".lower()
+        if _has(f"{name} {said['what']}", words)
     ]
     if not found:
-        raise ValueError(f"no trick has {word!r} in its name or description: see lightning-tricks tricks.")
+        raise ValueError(f"no trick has {words!r} in its name or description: see lightning-tricks tricks.")
     return found
 
 
-def rows(word: str = "") -> list[Row]:
-    """The cards that have a word in their group, names or descriptions; by default all of them.
+def rows(words: str = "") -> list[Row]:
+    """The cards that have words in their group, names or descriptions, or else in their text; by default all of them.
 
     Raises:
         ValueError: If there is none; the message has similar names.
@@ -91,9 +91,14 @@ def rows(word: str = "") -> list[Row]:
     found = []
     for row in CATALOGUE:
         names = [f"{name} {said[name]['what']}" for name in (*row.names, *row.beside)]
-        if word.lower() in " ".join([row.group, row.what, *names]).lower():
+        if _has(" ".join([row.group, row.what, *names]), words):
             found.append(row)
-    return found or [row_of(word)]
+    return found or [row for row in CATALOGUE if _has(card(row.names[0]), words)] or [row_of(words)]
+
+
+def _has(text: str, words: str) -> bool:
+    """Whether a text has all of the words, in small or in capital letters."""
+    return all(word in text.lower() for word in words.lower().split())
 
 
 def _line_and_cost(name: str) -> tuple[str, str]:

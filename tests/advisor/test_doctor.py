@@ -299,6 +299,7 @@ COUNTS = {
     "PolynomialLR": lambda optimizer, length: torch_schedules.PolynomialLR(optimizer, length),
     "MultiStepLR": lambda optimizer, length: torch_schedules.MultiStepLR(optimizer, [length // 2, length]),
     "LambdaLR": lambda optimizer, length: get_linear_schedule_with_warmup(optimizer, 0, length),
+    "CurveLR": lambda optimizer, length: lt.cosine(optimizer, total_steps=length)["lr_scheduler"]["scheduler"],
 }
 
 

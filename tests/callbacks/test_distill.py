@@ -21,6 +21,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_tricks as lt
@@ -304,6 +305,69 @@ def test_the_mask_is_found_by_its_place_and_an_encoder_has_another(
     run = trainer(callbacks=[lt.Distill(other)], max_steps=1, log_every_n_steps=1)
     run.fit(module, DataLoader(TensorDataset(ids), 2))
     torch.testing.assert_close(run.callback_metrics["tricks/distill_loss"], expected.detach())
+
+
+class Translates(Llama):
+    """A wrapper of an encoder and a decoder, which returns its logits alone."""
+
+    def __init__(self, gives: tuple[str, ...]) -> None:
+        from transformers import T5Config, T5ForConditionalGeneration
+
+        class Bare(T5ForConditionalGeneration):
+            def forward(self, input_ids: Any, attention_mask: Any, **kwargs: Any) -> Any:
+                return super().forward(input_ids, attention_mask, **kwargs).logits
+
+        L.LightningModule.__init__(self)
+        sizes = {"d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2, "dropout_rate": 0.0}
+        self.model, self.gives = Bare(T5Config(vocab_size=32, decoder_start_token_id=0, **sizes)), gives
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        (ids,) = batch
+        mask = torch.arange(6).lt(4).expand_as(ids)
+        values = {"labels": ids, "decoder_input_ids": ids, "decoder_attention_mask": mask}
+        given = {name: values[name] for name in self.gives}
+        return self.model(ids, torch.arange(6).lt(2).expand_as(ids), **given).square().mean()
+
+
+@pytest.mark.parametrize(
+    ("gives", "counts"),
+    [(("labels",), None), (("decoder_input_ids",), 6), (("decoder_input_ids", "decoder_attention_mask"), 4)],
+    ids=["unknown", "all", "mask"],
+)
+def test_the_mask_of_an_encoder_is_not_taken_for_that_of_the_decoder(gives: tuple[str, ...], counts: Any) -> None:
+    module, other = (build(partial(Translates, gives)).train() for _ in range(2))  # type: ignore[arg-type]
+    torch.nn.init.normal_(other.model.shared.weight)
+    ids = torch.arange(12).view(2, 6)
+    run = trainer(callbacks=[lt.Distill(other.model)], max_steps=1, log_every_n_steps=1)
+    if counts is None:
+        with pytest.raises(MisconfigurationException, match=r"whether attention_mask .* name the part .* student="):
+            run.fit(module, DataLoader(TensorDataset(ids), 2))
+        assert not run.global_step
+        return
+    seen = torch.arange(6).lt(2).expand_as(ids)
+    values = {"decoder_input_ids": ids, "decoder_attention_mask": torch.arange(6).lt(4).expand_as(ids)}
+    with in_eval(module.model), in_eval(other.model), torch.no_grad():
+        mine, theirs = (m(ids, seen, **{name: values[name] for name in gives}) for m in (module.model, other.model))
+    run.fit(module, DataLoader(TensorDataset(ids), 2))
+    expected = distillation_loss(mine[:, :counts], theirs[:, :counts])
+    torch.testing.assert_close(run.callback_metrics["tricks/distill_loss"], expected)
+
+
+@pytest.mark.parametrize("features", ["^a$", "Linear", None], ids=str)
+def test_a_layer_inside_of_a_reentrant_checkpoint_is_named(features: Any) -> None:
+    class Recomputes(PlainNet):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 2)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            x, y = batch
+            x = x.clone().requires_grad_()
+            z = checkpoint(self.a, x, use_reentrant=True)
+            return F.cross_entropy(checkpoint(self.b, z, use_reentrant=True) if features is None else self.b(z), y)
+
+    with pytest.raises(MisconfigurationException, match=r"no gradient in a reentrant checkpoint: pass use_reentrant="):
+        first_gradients(build(Recomputes), loader(), lt.Distill(lt.Teacher(0.9), features=features))
 
 
 @pytest.mark.parametrize(
@@ -670,8 +734,11 @@ def test_logits_of_one_class_are_refused() -> None:
         ({"teacher": 0.9}, TypeError, "teacher must be Module or TeachingCallback, got 0.9"),
         ({"weight": -1}, ValueError, r"weight must be in \[0.0, inf\), got -1"),
         ({"temperature": 0}, ValueError, "temperature must be above 0, got 0"),
+        ({"temperature": 1e200}, ValueError, r"temperature must be in \[0.0, 1000000.0\], got 1e\+200"),
         ({"features": "("}, ValueError, "is not a regular expression"),
         ({"features": {"a": 1}}, TypeError, "features must be a string"),
+        ({"features": 0}, TypeError, "features must be a string"),
+        ({"features": {}}, ValueError, "features must name something"),
         ({"student": 1}, TypeError, "student must be str or None, got 1"),
     ],
     ids=str,
@@ -684,5 +751,7 @@ def test_wrong_arguments_are_refused(arguments: dict[str, Any], error: Any, mess
 def test_shapes_that_do_not_go_together_are_refused() -> None:
     with pytest.raises(ValueError, match=r"logits of one shape, .* along dim=-1, got \(4, 3\) and \(4, 2\)"):
         distillation_loss(torch.zeros(4, 3), torch.zeros(4, 2))
+    with pytest.raises(ValueError, match=r"dim must be a dimension of the logits, \(4, 3\), got 2"):
+        distillation_loss(torch.zeros(4, 3), torch.zeros(4, 3), dim=2)
     with pytest.raises(ValueError, match=r"mask must have the shape of the logits without dim=-1, \(4,\), got \(3,\)"):
         distillation_loss(torch.zeros(4, 3), torch.zeros(4, 3), mask=torch.zeros(3))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
 import lightning_tricks as lt
@@ -96,6 +99,41 @@ def test_an_average_says_what_an_average_made_by_hand_says() -> None:
     for found, expected in said:
         torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-6)
     assert (said[-1][0] != said[0][0]).any()
+
+
+@pytest.mark.parametrize("hook", ["on_train_start", "on_train_batch_start"])
+def test_it_begins_with_the_weights_that_hooks_have_drawn(hook: str) -> None:
+    def draw(module: Any, *_: Any) -> None:
+        if not module.global_step:
+            torch.manual_seed(1)
+            torch.nn.init.normal_(module.layers[0].weight)
+
+    class Draws(Asks):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.drawn = self.layers[0].weight.detach().clone() if not self.said else self.drawn
+            return super().training_step(batch, batch_idx)
+
+    module = build(type("Hooked", (Draws,), {hook: draw}))
+    (first, *_) = asked(module, lt.Teacher(1.0), max_epochs=1)
+    reference = build(Asks).eval()
+    reference.layers[0].weight.data = module.drawn
+    torch.testing.assert_close(first, reference(torch.eye(8)))
+
+
+def test_a_copy_of_the_module_says_that_it_has_no_teacher_until_it_is_fitted_with_its_own() -> None:
+    class Copied(Asks):
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            copies[:] = [copy.deepcopy(self), pickle.loads(pickle.dumps(self.teacher))]
+
+    copies: list[Any] = []
+    said = asked(build(Copied), lt.Teacher(0.9), max_epochs=1)
+    module, alone = copies
+    for ask in (module.teacher, alone):
+        with pytest.raises(MisconfigurationException, match="this is a copy of it: call that of the module itself"):
+            ask(torch.eye(8))
+    asked(module, lt.Teacher(1.0), max_epochs=1)
+    assert len(module.said) == 2 * len(said)
+    assert all(torch.equal(each, module.said[-1]) for each in module.said[len(said) :])
 
 
 class Counts(Net):

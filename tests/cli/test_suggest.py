@@ -92,6 +92,8 @@ def test_without_a_device_its_memory_is_asked_for(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert run("7B") == 1
     assert "pass --device-memory," in capsys.readouterr().err
+    assert run("7Q") == 1
+    assert "'7Q' is not a model: pass a LightningCLI configuration" in capsys.readouterr().err
     assert run("7B", "--device-memory", "8GB", "--host-memory", "1GB") == 1
     error = capsys.readouterr().err
     assert "Nothing fits." in error

@@ -95,6 +95,21 @@ def test_another_word_filters(capsys: pytest.CaptureFixture[str]) -> None:
     assert "no trick 'CutMixx'. Did you mean 'CutMix'? See" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        (["learning", "curves"], "one_cycle"),  # in the description, one word after the other or not
+        (["early", "stopping"], "flat_cos"),  # in the text of the card alone
+        (["early stopping"], "flat_cos"),
+    ],
+)
+def test_several_words_need_no_quotes(words: list[str], found: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["tricks", *words]) == 0
+    out = capsys.readouterr().out
+    assert f"  {found} " in out
+    assert "  EMA " not in out
+
+
 def test_a_misspelt_name_has_one_proposal(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["tricks", "mixp"]) == 1
     assert "no trick 'mixp'. Did you mean 'Mixup'? See lightning-tricks tricks." in capsys.readouterr().err

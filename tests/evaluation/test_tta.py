@@ -128,6 +128,41 @@ def test_hooks_of_the_module_run_for_each_view() -> None:
     torch.testing.assert_close(seen(x), by_hand(module, x, "probabilities"))
 
 
+class Bypasses(Scored):
+    """Calls itself once, and takes its loss from one view."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self(batch[0])
+        self.log("loss", F.cross_entropy(self.forward(batch[0]), batch[1]))
+
+
+PASSES_BY = r"averages .* passes by it: call self\(\.\.\.\)\."
+
+
+def test_a_step_that_calls_itself_and_takes_its_loss_past_the_mean_is_refused(tmp_path: Any) -> None:
+    module = build(Bypasses)
+    trainer().validate(module, loader(), verbose=False)
+    averaged = [lt.tta(module, VIEWS), lt.Ensemble.from_checkpoints(saved(Bypasses, tmp_path), Bypasses)]
+    for seen, trick in zip(averaged, ["tta", "Ensemble"], strict=True):
+        with pytest.raises(MisconfigurationException, match=f"^{trick} {PASSES_BY}"):
+            trainer().validate(seen, loader(), verbose=False)
+        assert seen(DATA.tensors[0]).shape == (44, 2)
+
+
+def test_a_class_may_ask_something_of_its_subclasses() -> None:
+    tasks = []
+
+    class Asks(Scored):
+        def __init_subclass__(cls, *, task: str) -> None:
+            tasks.append(task)
+
+    class Digits(Asks, task="digits"):
+        pass
+
+    assert isinstance(lt.tta(build(Digits), VIEWS), Digits)
+    assert tasks == ["digits"], "the class of the views is none of the user's"
+
+
 def test_views_of_an_ensemble(tmp_path: Any) -> None:
     files = saved(Scored, tmp_path)
     members = [Scored.load_from_checkpoint(file, weights_only=True).eval() for file in files]
@@ -325,6 +360,9 @@ def on_ranks(case: str) -> Any:
     fit(module, **settings())
     expected = F.cross_entropy(by_hand(module, DATA.tensors[0], "probabilities"), DATA.tensors[1])
     (row,) = trainer(**settings()).validate(lt.tta(module, VIEWS), loader(batch_size=11), verbose=False)
+    if case == "ddp":
+        with pytest.raises(MisconfigurationException, match=f"^tta {PASSES_BY}"):
+            trainer(**settings()).validate(lt.tta(Bypasses(), VIEWS), loader(), verbose=False)
     return row["loss"], float(expected)
 
 

@@ -256,7 +256,7 @@ LEFT_OUT = {
     "ExactResume": "has no arguments",
     "environment_report": "has no arguments",
     "presets": "has no arguments",
-    "optimizer_steps": "has a Trainer only; tests/schedules/test_steps_fuzz.py has its settings",
+    "optimizer_steps": "has a Trainer only; tests/core/lightning/test_steps_fuzz.py has its settings",
     "ray_trainer": "needs Ray's workers",
 }
 NAMES = [name for name in PUBLIC if name not in LEFT_OUT]

@@ -79,14 +79,11 @@ def by_numbers(spec: Spec, name: str, numbers: list[Any]) -> dict[str, Any]:
 
 # torch.vmap takes tensors apart past all classes; a factor that tells "above" or not is one like a mask (see the docs).
 UNSEEN = ("vmap", "ordinal")
-OPAQUE = ("SimpleNamespace",)  # HiddenMixup finds a target in it by name, and does not watch its other attributes
 
 
 def mixes(spec: Spec, name: str = "Mixup") -> bool:
     """Whether a trick mixes the losses of all labels of a batch by the numbers that it mixes the inputs by."""
     if spec.second is None or spec.second.use in UNSEEN or (spec.second.named == "both" and not spec.second.is_mixed):
-        return False
-    if name == "HiddenMixup" and spec.second.structure in OPAQUE:
         return False
     spec = bare(spec, loss="cross entropy" if spec.loss in ("sometimes None", "NumPy") else spec.loss, padded=None)
     callback = mixing(name, spec.second)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass, replace
+from functools import cache
 from typing import Any
 
 import lightning as L
 from lightning.pytorch.callbacks import Callback
+from torch import nn
 from torch.nn.parameter import is_lazy
 
 import lightning_tricks as lt
@@ -40,10 +42,21 @@ class Seeded(Callback):
 
 
 class Converts(Callback):
-    """Puts torchao's own layers where Float8 computes."""
+    """Puts torchao's own layers where Float8 computes; but for this, theirs are in float8 in eval mode, too."""
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        before = {*pl_module.modules()}
         NaiveFloat8().begin(pl_module, None)
+        for layer in {*pl_module.modules()} - before:
+            layer.__class__ = plain_in_eval_mode(type(layer))
+
+
+@cache
+def plain_in_eval_mode(kind: Any) -> Any:
+    def forward(layer: Any, x: Any) -> Any:
+        return (kind if layer.training else nn.Linear).forward(layer, x)
+
+    return type(kind.__name__, (kind,), {"forward": forward})
 
 
 class Unscheduled(Callback):
@@ -218,6 +231,8 @@ def known(spec: Spec, name: str, state: str) -> str:
     writes = [hook for hook, act in filter(None, map(act_of, spec.hooks)) if act != "draws"]
     if kind(name) in ("EMA", "SWA", "ScheduleFree") and any("validation" in hook for hook in writes):
         return "what validation writes into weights is written into the averaged ones, which are there meanwhile"
+    if name.startswith("Distill") and state == "on" and spec.net == "traced with BatchNorm":
+        return "torch computes a traced BatchNorm in the mode in which it was traced, whatever the teacher's mode is"
     if name in ("GradualUnfreeze", "LayerFreezing") and state == "on" and spec.net in SCRIPTED:
         return "the statistics of a frozen BatchNorm in TorchScript go on to change, which is not right yet"
     skips = "optimizer_step that steps every other time" in spec.hooks

@@ -129,6 +129,63 @@ def test_the_dictionary_of_a_factory_keeps_the_interval_that_its_user_gives_it()
     assert lrs(Tiny(by_epochs)) == [*[1.0] * 10, *[0.75] * 10, *[0.5] * 10]
 
 
+class Early(Tiny):
+    """Makes optimizer and scheduler before there is a Trainer, and returns them as ``returns`` says."""
+
+    def __init__(self, returns: Any, make: Any = lr_scheduler.linear) -> None:
+        super().__init__()
+        self.own = RecordingSGD(self.parameters(), lr=1.0)
+        self.scheduler, self.returns = make(self.own, total_steps=30), returns
+
+    def configure_optimizers(self) -> Any:
+        return self.returns(self.own, self.scheduler)
+
+
+RETURNED = {
+    "lists": lambda optimizer, scheduler: ([optimizer], [scheduler]),
+    "bare": lambda optimizer, scheduler: {"optimizer": optimizer, "lr_scheduler": scheduler},
+    "epoch": lambda optimizer, scheduler: {
+        "optimizer": optimizer,
+        "lr_scheduler": {"scheduler": scheduler, "interval": "epoch", "frequency": 2},
+    },
+}
+FALLS = [1 - step / 30 for step in range(30)]
+
+
+@pytest.mark.parametrize("callbacks", [[], [lt.EMA]], ids=["plain", "EMA"])
+@pytest.mark.parametrize("returns", RETURNED)
+def test_one_that_knows_of_no_trainer_is_stepped_with_the_optimizer_too(returns, callbacks):
+    module = Early(RETURNED[returns])
+    assert lrs(module, callbacks=[each() for each in callbacks]) == pytest.approx(FALLS)
+    assert module.scheduler.last_epoch == 30
+
+
+def test_so_it_is_in_every_fit_and_with_accumulation():
+    module = Early(RETURNED["lists"])
+    lrs(module, max_epochs=1)
+    assert lrs(module, max_epochs=2, accumulate_grad_batches=5) == pytest.approx(FALLS[:14])
+
+
+def test_the_trainer_is_found_by_a_function_that_is_no_method():
+    def configured(net: Any) -> Any:
+        optimizer = RecordingSGD(net.parameters(), lr=1.0)
+        return [optimizer], [lr_scheduler.linear(optimizer)]
+
+    module = Tiny(lambda _, module: configured(module))
+    module.configure_optimizers = partial(configured, module)
+    assert lrs(module) == pytest.approx(FALLS)
+
+
+@pytest.mark.parametrize("tail", [False, True])
+def test_one_whose_steps_were_counted_takes_them_however_it_is_returned(tail):
+    def extracted(optimizer: Any, module: Any) -> Any:
+        schedule = schedules.linear(optimizer, module)
+        schedule = schedules.swa_tail(schedule, start=1.0, swa_lr=0.5, anneal=0) if tail else schedule
+        return [optimizer], [schedule["lr_scheduler"]["scheduler"]]
+
+    assert lrs(Tiny(extracted)) == pytest.approx(FALLS)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_a_plain_loop_steps_it_itself(name):
     bare, dictionary = (optimizer(0.5, 0.25) for _ in range(2))

@@ -283,6 +283,17 @@ def test_a_resumed_fit_takes_the_same_learning_rates(tmp_path, kind):
         assert len(resumed) == 40 - step
 
 
+@pytest.mark.parametrize("warmup", [0.5, 20])
+@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before")  # any data will do here
+def test_a_resumed_fit_has_the_warmup_that_it_is_given(tmp_path, warmup):
+    fit(Scripted(warmup=0.25), callbacks=[SaveEveryStep(tmp_path)])
+    with pytest.warns(UserWarning, match=r"'warmup': 10.* is not this run's, .*'warmup': 20.* followed") as caught:
+        resumed = fit(Scripted(warmup=warmup), ckpt_path=tmp_path / "6.ckpt")
+    assert resumed == pytest.approx([min(1.0, (step + 1) / 20) for step in range(6, 40)])
+    assert len([each for each in caught if "followed from now on" in str(each.message)]) == 1
+    assert fit(Scripted(warmup=0.25), ckpt_path=tmp_path / "6.ckpt")[0] == pytest.approx(0.7)  # which warns of nothing
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before")  # any data will do here
 def test_a_resumed_fit_of_lightning_is_that_of_torchs_scheduler(tmp_path):

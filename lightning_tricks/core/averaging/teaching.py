@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
@@ -124,17 +124,16 @@ class TeachingCallback(Averaging):
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         super().on_fit_start(trainer, pl_module)
         self._joined = 0
+        self._wrap(trainer.strategy, "training_step", self._before_step)
         places = set() if self.module is None else {weight.device for weight in self.module.parameters()}
         if self.module is not None and len(places) == 1:  # else it is spread over devices by its owner
             self._undo.callback(self.module.to, places.pop())
             self.module.to(pl_module.device)
 
-    @override
-    def on_train_batch_start(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
+    def _before_step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Begin the average behind the last hook before a step, which may draw weights or let them train."""
         self._follow()
+        return original(*args, **kwargs)
 
     def _follow(self) -> None:
         """Let weights that train for the first time join the average, before their first step."""

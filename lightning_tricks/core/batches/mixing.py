@@ -31,7 +31,7 @@ from lightning_tricks.core.batches.paths import (
     locate,
     other_samples,
     spelled,
-    walk,
+    walk_around,
 )
 from lightning_tricks.core.batches.pipeline import BatchContext
 from lightning_tricks.core.checks import check_range
@@ -154,7 +154,7 @@ class MixingCallback(BatchCallback):
         batch, targets = context.batch, self._paths(context, "target")
         inputs = locate(batch, self.inputs, INPUTS, 0)
         rest = []
-        for path, part in walk(batch):
+        for path, part in walk_around(batch, targets):
             if (self.mixes_inputs or path in targets) and self._is_pairwise(path, part, size):
                 raise self._cannot(f"cannot mix {spelled(path)}, which has entries for pairs of samples", context)
             if path not in inputs and path not in targets:

@@ -193,6 +193,24 @@ def walk(batch: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
         yield from walk(value, (*path, name))
 
 
+def walk_around(batch: Any, targets: Sequence[Path]) -> Iterator[tuple[Path, Any]]:
+    """The same, and the attributes of objects of other classes in which a target was found by its name.
+
+    >>> from types import SimpleNamespace
+    >>> batch = {"one": SimpleNamespace(y=0, weight=1), "two": SimpleNamespace(weight=2)}
+    >>> [path for path, _ in walk_around(batch, [("one", "y")])]
+    [('one', 'y'), ('one', 'weight'), ('two',)]
+    """
+    for path, part in walk(batch):
+        inner = [target[len(path) :] for target in targets if target[: len(path)] == path != target]
+        if not inner or isinstance(part, Tensor):
+            yield path, part
+            continue
+        for name, value in getattr(part, "__dict__", {}).items():
+            within = [target[1:] for target in inner if target[0] == name]
+            yield from (((*path, name, *rest), leaf) for rest, leaf in walk_around(value, within))
+
+
 def spelled(path: Path) -> str:
     """A path as Python code, for an error message.
 

@@ -22,6 +22,10 @@ from lightning_tricks.modules.sam.rules import SAM, perturbed_weights
 
 __all__ = ["sam_step"]
 
+FULLGRAPH = (
+    "sam_step must see what a module has started from, which one graph cannot show: leave fullgraph=True out, or wrap"
+    " the module by torch.compile(module)"
+)
 WRAPPERS = ("torch.nn.parallel.", "lightning.fabric.")  # of modules, which have no state that a step may change
 
 
@@ -110,15 +114,23 @@ def _watched_modules() -> Iterator[dict[nn.Module, Start]]:
     """The modules that are called inside the block, not those that they call, and what they have started from."""
     starts: dict[nn.Module, Start] = {}
     inner: set[nn.Module] = set()
+    known: set[int] = set()  # the numbers of those, which Dynamo can compare
 
-    def note(module: nn.Module, _: object) -> None:
+    @torch.compiler.disable(reason=FULLGRAPH)
+    def note(module: nn.Module) -> None:
         if module not in inner and not type(module).__module__.startswith(WRAPPERS):
             inner.update(module.modules())
+            known.update(map(id, inner))
             starts[module] = Start.here(module)
             undo.enter_context(starts[module].state.watching())
 
+    def called(module: nn.Module, _: object) -> None:
+        # Compiled code comes here, too, where only the outermost module of a module.compile() is not known yet.
+        if not (torch.compiler.is_compiling() and (module._compiled_call_impl is None or id(module) in known)):
+            note(module)
+
     with ExitStack() as undo:
-        undo.callback(register_module_forward_pre_hook(note).remove)
+        undo.callback(register_module_forward_pre_hook(called).remove)
         yield starts
 
 

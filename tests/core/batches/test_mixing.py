@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from itertools import combinations
+from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
@@ -341,6 +343,30 @@ def test_parts_that_are_not_mixed_are_found_in_every_batch() -> None:
         context = BatchContext((*batch(size), torch.rand(size)), 0, random.Random(0))
         assert callback._checked(context) == size
         assert list(context.unmixed) == [(2,)]
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_the_other_attributes_of_an_object_that_holds_the_target_are_parts_too(depth: int) -> None:
+    def collated(rows: Any) -> Any:
+        x, y = map(torch.stack, zip(*rows, strict=True))
+        batch = SimpleNamespace(x=x, y=y, more={"second": 1 - y})
+        return {"in": batch} if depth else batch
+
+    class Reads(PlainNet):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            batch = batch["in"] if depth else batch
+            z = self(batch.x)
+            return F.cross_entropy(z, batch.y) + F.cross_entropy(z, batch.more["second"])
+
+    x, y, second = ("in." * depth + name for name in ("x", "y", "more.second"))
+    train = DataLoader(data(), 8, collate_fn=collated)
+    for mix in (partial(lt.HiddenMixup, "layers.2"), partial(lt.Mixup, inputs=x)):
+        with pytest.raises(
+            MisconfigurationException, match=r"a loss is computed from batch.*\['second'\], which is not"
+        ):
+            fit(build(Reads), train=train, callbacks=[mix(target=y)], limit_val_batches=0, max_steps=1)
+        run = fit(build(Reads), train=train, callbacks=[mix(target=[y, second])], limit_val_batches=0, max_steps=1)
+        assert run.global_step == 1
 
 
 def test_a_batch_like_the_last_one_is_not_checked_again(monkeypatch: pytest.MonkeyPatch) -> None:

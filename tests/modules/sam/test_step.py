@@ -54,6 +54,69 @@ def test_a_plain_loop_has_the_weights_of_sam_mixin_bit_for_bit(settings: dict[st
     assert ours.calls == 12
 
 
+GRAPHS: list[Any] = []  # that were compiled
+
+
+def counting(graph: Any, _: Any) -> Any:
+    GRAPHS.append(graph)
+    return graph
+
+
+def compiled(how: str, **settings: Any) -> tuple[Any, Any]:
+    """A network, and what is called in its place."""
+    torch.compiler.reset()
+    L.seed_everything(7, verbose=False)
+    settings["backend"] = counting
+    net = build(PlainNet)
+    called: Any = net
+    net.layers = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(0.3), nn.Linear(16, 2))
+    if how == "wrapped":
+        called = torch.compile(net, **settings)
+    elif how == "in place":
+        net.compile(**settings)
+    elif how == "a part":
+        net.layers = Layers(net.layers)
+        net.layers.compile(**settings)
+    return net, called
+
+
+class Layers(nn.Module):
+    def __init__(self, layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
+# of torch, for each call of a compiled module while hooks of all modules look on
+@pytest.mark.filterwarnings("ignore:Using `torch.compile:UserWarning")
+@pytest.mark.parametrize(
+    ("how", "settings"),
+    [("wrapped", {}), ("wrapped", {"fullgraph": True}), ("in place", {}), ("a part", {"fullgraph": True})],
+    ids=str,
+)
+def test_a_compiled_network_trains_as_an_eager_one(how: str, settings: dict[str, Any]) -> None:
+    trained = []
+    GRAPHS.clear()
+    for each in ("not at all", how):
+        net, called = compiled(each, **(settings if each == how else {}))
+        optimizer = net.configure_optimizers()
+        for x, y in [*loader()][:2]:
+            sam_step(lambda x=x, y=y, called=called: F.cross_entropy(called(x), y), optimizer)
+        trained.append([*weights(net).values()])
+    assert all(map(torch.equal, *trained))
+    assert len(GRAPHS) == 2, "one with the hook that looks on, and one without"
+
+
+def test_one_graph_of_a_whole_network_is_refused_with_the_remedy() -> None:
+    net, called = compiled("in place", fullgraph=True)
+    before = weights(net)
+    with pytest.raises(RuntimeError, match=r"sam_step must see .* leave fullgraph=True out, or wrap the module by"):
+        train(called, loader(), epochs=1)
+    assert_equal(weights(net), before)
+
+
 def test_the_backward_pass_of_another_is_the_same() -> None:
     ours, theirs = build(Noisy), build(Noisy)
     L.seed_everything(7, verbose=False)
