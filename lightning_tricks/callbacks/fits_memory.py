@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar, final
@@ -13,6 +12,7 @@ import lightning as L
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.overrides.distributed import prepare_for_backward
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -40,6 +40,7 @@ from lightning_tricks.core.mixed_targets.divisors import Count, Divisors, as_cou
 from lightning_tricks.core.mixed_targets.loss_plan import LossPlan, counted_targets
 from lightning_tricks.core.mixed_targets.target import MixedTarget, mixed_target, plain_tensor, returned_loss
 from lightning_tricks.core.out_of_memory import free_memory_of, out_of_memory
+from lightning_tricks.core.replay.graph import nodes_of
 from lightning_tricks.core.replay.own_batch import noting_writes, with_own_batch
 from lightning_tricks.core.replay.rerun import Start, is_replaying, replaying
 from lightning_tricks.core.trick import Trick
@@ -377,7 +378,8 @@ class FitsMemory(Trick):
         """
         batch = step.run.args[0]
         if self.size is None or count_samples(batch, "FitsMemory") <= self.size:
-            output, logs = self._logging(with_own_batch(step.run))
+            with unsynced(self._trainer):
+                output, logs = self._logging(with_own_batch(step.run))
             loss = returned_loss(_loss_in(output))
             if not isinstance(loss, Tensor):
                 return _Forward(output, logs, None)
@@ -399,9 +401,7 @@ class FitsMemory(Trick):
         parts: list[_Part] = []
         rule = f"FitsMemory gives {type(self._trainer.lightning_module).__name__} a part of one sample"
         for number, (share, run) in enumerate(cut, 1):
-            last = number == len(cut)
-            # Ranks average gradients in the last backward pass, of all that is in .grad by then.
-            with nullcontext() if last else unsynced(self._trainer):
+            with unsynced(self._trainer):
                 with naming_single_samples(rule, "choose a batch size that no half of which is odd, or another norm"):
                     part = self._part(run, share)
                 if number == 1:  # about as many targets as the batch has, so that weights are about the shares
@@ -409,7 +409,7 @@ class FitsMemory(Trick):
                     unit = torch.where(unit > 0, unit, 1.0)
                 loss = _loss_in(part.output) * (part.count / unit)
                 parts.append(part)
-                if not last:
+                if number < len(cut):
                     self._trainer.lightning_module.backward(scaled(self._trainer, loss))
                     part.output = _without_graph(part.output)
                     del loss
@@ -458,13 +458,16 @@ class FitsMemory(Trick):
         try:
             with kept.copying():
                 _add(forward.gradients, forward.factor)
+                if averages:  # only now, since ranks may drop what DDP has prepared for in a forward pass
+                    prepare_for_backward(self._trainer.strategy.model, loss)
                 try:
                     descend(scaled(self._trainer, loss))
                 except Exception as error:
                     if averages and out_of_memory(error):
+                        used = {node.variable for node in nodes_of(loss) if hasattr(node, "variable")}
                         del loss
                         free_memory_of(error)
-                        self._add_zeros(done)
+                        _add_zeros(used - done)
                     raise
         finally:
             for hook in hooks:
@@ -475,11 +478,11 @@ class FitsMemory(Trick):
         """Whether DDP averages gradients over ranks in a backward pass now."""
         return engine_of(self._trainer) is Engine.DDP and self._trainer.strategy.model.require_backward_grad_sync
 
-    def _add_zeros(self, done: set[Tensor]) -> None:
-        """Take part in what the other ranks wait for: the average of the gradients that this rank does not have."""
-        rest = [(weight * 0).sum() for weight in self._weights() if weight not in done]
-        if rest:
-            torch.stack([zero.float() for zero in rest]).sum().backward()
+
+def _add_zeros(weights: set[Tensor]) -> None:
+    """Take part in what the other ranks wait for: the average of the gradients that this rank does not have."""
+    if weights:
+        torch.stack([(weight * 0).sum().float() for weight in weights]).sum().backward()
 
 
 def _call_with(original: Callable[..., None], args: Any, kwargs: dict[str, Any], loss: Tensor) -> None:

@@ -166,6 +166,7 @@ SETTINGS: dict[str, Enrolment] = {
         callbacks={"on": lambda: [lt.EMA(0.9)], "off": lambda: [lt.EMA(0)]},
         yaml={"trainer": {"callbacks": [{"class_path": "EMA", "init_args": {"decay": 0.9}}]}},
     ),
+    "FitsMemory": neutral(lt.FitsMemory, "FitsMemory", "DeepSpeed", "FSDP2", "manual"),
     "Float8": Enrolment(  # its scales are those of each batch
         naive=lambda batches, seen: NaiveFloat8(),
         callbacks={"on": lambda: [lt.Float8(emulate=True)]},
