@@ -417,6 +417,7 @@ class FitsMemory(Trick):
         total = torch.stack(counts).sum()
         factor = torch.where(total > 0, unit / total, 1.0)
         output = _joined([part.output for part in parts], counts, [part.share for part in parts])
+        gradients: list[tuple[Tensor, Tensor]]
         gradients = [(weight, weight.grad) for weight in self._weights() if weight.grad is not None]
         return _Forward(output, _joined_logs(parts), loss * factor, gradients, factor)
 
@@ -440,7 +441,8 @@ class FitsMemory(Trick):
 
     def _logging(self, run: Callable[[], Any]) -> tuple[Any, list[dict[str, Any]]]:
         """What a step returns, and what it logs."""
-        self._logs = logs = []
+        logs: list[dict[str, Any]] = []
+        self._logs = logs
         try:
             return run(), logs
         finally:
@@ -575,6 +577,7 @@ def _planned(batch: Any) -> tuple[Any, LossPlan]:
 def _add(gradients: list[tuple[Tensor, Tensor]], factor: Tensor | None) -> None:
     """Add gradients, times a factor, to those of weights, in new tensors; the list is emptied."""
     while gradients:
+        assert factor is not None, "known with the gradients"
         weight, gradient = gradients.pop()
         gradient = gradient * factor
         weight.grad = gradient if weight.grad is None else weight.grad + gradient
@@ -609,6 +612,8 @@ def _check(trainer: L.Trainer, module: L.LightningModule) -> None:
     elif has_comm_state(trainer):
         rule = f"undoes averages of gradients, got {type(trainer.strategy).__name__} with a communication hook that"
         rule, remedy = f"{rule} has a state (PowerSGD, local SGD)", "Leave the hook out"
+    elif trainer.world_size > 1 and any(getattr(layer, "sparse", False) for layer in module.modules()):
+        rule, remedy = f"averages dense gradients, got a layer of {name} with sparse=True", "Leave that out"
     elif trainer.world_size > 1 and any(isinstance(layer, nn.SyncBatchNorm) for layer in module.modules()):
         rule, remedy = f"lets no ranks meet inside a step, got SyncBatchNorm in {name}", "Leave out sync_batchnorm"
     elif trainer.world_size > 1 and any(getattr(layer, "dist_sync_on_step", False) for layer in module.modules()):

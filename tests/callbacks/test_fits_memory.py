@@ -6,6 +6,7 @@ import gc
 import os
 import warnings
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import lightning as L
@@ -21,6 +22,8 @@ from torch.utils.data import DataLoader
 import lightning_tricks as lt
 from lightning_tricks.callbacks.fits_memory import FitsMemory
 from tests.conformance.runs import fp16
+from tests.device.devices import CUDA, device
+from tests.few import slow
 from tests.nets import Net, PlainNet, SaveAt, SteppedByHand, assert_close, assert_equal, build, fit, loader, weights
 from tests.ranks import run_cases
 
@@ -82,7 +85,7 @@ class Drops(Small):
 
 def trained(kind: type[L.LightningModule], *callbacks: Any, **settings: Any) -> Any:
     module = build(kind)
-    settings = {"limit_val_batches": 0, **settings}
+    settings = {"limit_val_batches": 0, "max_epochs": 1, **settings}
     module.run = fit(module, callbacks=[*callbacks, *settings.pop("callbacks", [])], **settings)
     return module
 
@@ -90,6 +93,7 @@ def trained(kind: type[L.LightningModule], *callbacks: Any, **settings: Any) -> 
 # -- what is trained --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize("rows", [1, 3, 4, 7])
 @pytest.mark.parametrize("accumulate", [1, 3])
@@ -102,6 +106,7 @@ def test_what_does_not_fit_trains_as_it_would_with_more_memory(where: str, rows:
     assert_close(weights(plain), weights(parts))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize("kind", [Net, PlainNet])
 def test_what_fits_trains_bit_for_bit_as_without(kind: type[Net], accumulate: int) -> None:
@@ -132,16 +137,15 @@ class Sized(Callback):
 
 
 def by_hand(kind: type[Small], size: int) -> Any:
-    """Two epochs of micro-batches in a plain loop, whose gradients add up to those of a batch."""
+    """An epoch of micro-batches in a plain loop, whose gradients add up to those of a batch."""
     module = build(kind)
     L.seed_everything(7, verbose=False)
     optimizer = module.configure_optimizers()
-    for _ in range(2):
-        for x, y in loader():
-            optimizer.zero_grad()
-            for part, label in zip(x.split(size), y.split(size), strict=True):
-                (F.cross_entropy(module(part), label) * len(part) / len(x)).backward()
-            optimizer.step()
+    for x, y in loader():
+        optimizer.zero_grad()
+        for part, label in zip(x.split(size), y.split(size), strict=True):
+            (F.cross_entropy(module(part), label) * len(part) / len(x)).backward()
+        optimizer.step()
     return module
 
 
@@ -279,8 +283,8 @@ def test_metrics_logs_and_outputs_are_those_of_the_batch(where: str) -> None:
     plain, cut = Outputs(), Outputs()
     whole = trained(Measures, plain)
     parts = trained(small(3, where, Measures), cut, FitsMemory())
-    assert float(parts.seen) == 88
-    assert (whole.steps, parts.steps) == (12, 2 * (5 * 4 + 2))
+    assert float(parts.seen) == 44
+    assert (whole.steps, parts.steps) == (6, 5 * 4 + 2)
     names = {"seen", "count", "train_loss_step", "train_loss_epoch"}
     assert names <= whole.run.callback_metrics.keys()
     for name in names:
@@ -290,6 +294,7 @@ def test_metrics_logs_and_outputs_are_those_of_the_batch(where: str) -> None:
         torch.testing.assert_close(one, other)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("zeroes", ["on_before_zero_grad", "optimizer_zero_grad", None])
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_hooks_run_once_a_batch_and_see_the_gradients_that_they_would_see(where: str, zeroes: str | None) -> None:
@@ -360,17 +365,17 @@ class Holds(torch.autograd.Function):
 
 
 def test_a_run_that_is_resumed_begins_with_the_size(tmp_path: Any) -> None:
-    whole = trained(small(3), FitsMemory(), SaveAt(tmp_path / "half.ckpt", epoch=0))
+    whole = trained(small(3), FitsMemory(), SaveAt(tmp_path / "half.ckpt", epoch=0), max_epochs=2)
     trick = FitsMemory()
     with warnings.catch_warnings():
         warnings.filterwarnings("error", "FitsMemory")
-        resumed = trained(small(3), trick, ckpt_path=tmp_path / "half.ckpt")
+        resumed = trained(small(3), trick, ckpt_path=tmp_path / "half.ckpt", max_epochs=2)
     assert trick.size == 2
     assert_equal(weights(whole), weights(resumed))
 
 
 def test_it_says_once_what_it_does() -> None:
-    with pytest.warns(UserWarning) as told:
+    with pytest.warns(UserWarning, match="did not fit") as told:
         trained(small(3), FitsMemory())
     texts = [str(each.message) for each in told if "FitsMemory" in str(each.message)]
     assert texts == [
@@ -488,26 +493,74 @@ CASES: dict[str, dict[str, Any]] = {
     "window forward": {"rows": (3, INF), "where": "forward", "accumulate_grad_batches": 2},
     "too small": {"rows": (INF, 3), "where": "backward", "minimum": 4},
 }
+COMPARED = [name for name in CASES if "plain" not in name and name != "too small"]
+QUICK = ("plain", "backward")
 
 
-@pytest.fixture(scope="module")
-def ranks() -> dict[str, list[Any]]:
-    cases = [(name, dict(case)) for name, case in CASES.items()]
+@cache
+def on_ranks(quick: bool) -> dict[str, list[Any]]:
+    """What each rank has trained, in the cases that are quick or in all others."""
+    cases = [(name, dict(case)) for name, case in CASES.items() if (name in QUICK) == quick or name == "plain"]
     found = run_cases(on_two_ranks, [*range(len(cases))], cases)
     return {name: found[number] for number, (name, _) in enumerate(cases)}
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if "plain" not in name and name != "too small"])
-def test_ranks_cut_together_and_train_what_they_would(ranks: dict[str, list[Any]], name: str) -> None:
-    (here, size), (there, other) = ranks[name]
-    first = name.split()[0]
-    (reference, _), _ = ranks[f"{first} plain" if first in ("unused", "window") else "plain"]
+@pytest.mark.parametrize("name", [name if name in QUICK else slow(name) for name in COMPARED])
+def test_ranks_cut_together_and_train_what_they_would(name: str) -> None:
+    found, first = on_ranks(name in QUICK), name.split()[0]
+    (here, size), (there, other) = found[name]
+    (reference, _), _ = found[f"{first} plain" if first in ("unused", "window") else "plain"]
     assert size == other == (None if name == "fits" else 2)
     assert_equal(here, there)
     (assert_equal if name == "fits" else assert_close)(reference, here)
 
 
-def test_the_ranks_fail_together(ranks: dict[str, list[Any]]) -> None:
-    (here, _), (there, _) = ranks["too small"]
+@pytest.mark.slow
+def test_the_ranks_fail_together() -> None:
+    (here, _), (there, _) = on_ranks(False)["too small"]
     assert "another rank ran out of memory with 4 of the 8" in here
     assert "this rank ran out of memory with 4 of the 8" in there
+
+
+# -- devices ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("on", CUDA)
+def test_parts_on_a_device_stay_there(on: str) -> None:
+    trained_there: list[Any] = []
+    with device(on) as there:
+        for callbacks in ([], [Sized(cut := FitsMemory(), 3), cut]):
+            module, noted = build(Small), len(there.simulation.waits) if there.simulation else 0
+            settings = {"accelerator": there.accelerator, "callbacks": callbacks, "limit_val_batches": 0}
+            fit(module, train=loader(44, 11), max_epochs=1, **settings)
+            waits = len(there.simulation.waits) - noted if there.simulation else 0
+            trained_there.append(({name: value.cpu() for name, value in weights(module).items()}, waits))
+    (plain, usual), (parts, waits) = trained_there
+    assert_close(plain, parts, 1e-5)
+    assert waits <= usual + 1  # the logged size comes at the end of the epoch
+
+
+class Wide(PlainNet):
+    """Whose activations take half a gigabyte for 4096 samples."""
+
+    def __init__(self, lr: float = 0.1) -> None:
+        super().__init__(lr)
+        self.layers = nn.Sequential(nn.Linear(8, 4096), *(nn.Tanh() for _ in range(6)), nn.Linear(4096, 2))
+
+
+@pytest.mark.gpu
+def test_a_full_gpu_trains_what_a_larger_one_would() -> None:
+    trick, wide = FitsMemory(), loader(8192, 4096)
+    settings = {"accelerator": "gpu", "train": wide, "limit_val_batches": 0, "max_epochs": 1}
+    torch.cuda.reset_peak_memory_stats()
+    plain, full = build(Wide), build(Wide)
+    fit(plain, **settings)
+    peak = torch.cuda.max_memory_allocated()
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction(0.7 * peak / torch.cuda.get_device_properties(0).total_memory)
+    try:
+        fit(full, callbacks=[trick], **settings)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert trick.size in (1024, 2048)
+    assert_close(weights(plain), weights(full), 1e-4)

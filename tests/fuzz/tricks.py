@@ -87,7 +87,7 @@ class Fails(Callback):
             raise torch.OutOfMemoryError("CUDA out of memory.")
         return output
 
-    def teardown(self, *_: Any) -> None:
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         while self._undo:
             self._undo.pop()()
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
-from functools import partial
 from typing import Any
 
 import pytest
