@@ -73,11 +73,15 @@ def mean_of_parts(values: Sequence[Any], counts: Sequence[Tensor]) -> Tensor:
     return torch.where(n > 0, x * n, 0.0).sum(-1) / n.sum()
 
 
+def _tensors(values: Sequence[Any], counts: Sequence[Tensor]) -> list[Tensor]:
+    return [torch.as_tensor(value, device=counts[0].device) for value in values]
+
+
 _REDUCTIONS: dict[str, Callable[[Sequence[Any], Sequence[Tensor]], Any]] = {
     "mean": mean_of_parts,
     "sum": lambda values, counts: sum(values),
-    "max": lambda values, counts: torch.stack([torch.as_tensor(value) for value in values]).amax(0),
-    "min": lambda values, counts: torch.stack([torch.as_tensor(value) for value in values]).amin(0),
+    "max": lambda values, counts: torch.stack(_tensors(values, counts)).amax(0),
+    "min": lambda values, counts: torch.stack(_tensors(values, counts)).amin(0),
 }
 
 
@@ -361,7 +365,7 @@ class FitsMemory(Trick):
         """The largest of the ranks' numbers."""
         if self._group is None:
             return number
-        dist.all_reduce(found := torch.tensor(number), dist.ReduceOp.MAX, group=self._group)
+        dist.all_reduce(found := torch.tensor(number, device="cpu"), dist.ReduceOp.MAX, group=self._group)
         return int(found)
 
     def _weights(self) -> list[nn.Parameter]:

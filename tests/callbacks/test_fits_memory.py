@@ -282,7 +282,8 @@ class Outputs(Callback):
 def test_metrics_logs_and_outputs_are_those_of_the_batch(where: str) -> None:
     plain, cut = Outputs(), Outputs()
     whole = trained(Measures, plain)
-    parts = trained(small(3, where, Measures), cut, FitsMemory())
+    parts = trained(small(3, where, Measures), cut, FitsMemory(), log_every_n_steps=1)
+    assert parts.run.callback_metrics["tricks/micro_batch_size"] == 2
     assert float(parts.seen) == 44
     assert (whole.steps, parts.steps) == (6, 5 * 4 + 2)
     names = {"seen", "count", "train_loss_step", "train_loss_epoch"}

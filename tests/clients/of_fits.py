@@ -21,7 +21,6 @@ from tests.reference.averages import NaiveEMA
 NEUTRAL: dict[str, tuple[Callable[[Any], Any], dict[str, Any], Callable[[Fit], bool]]] = {
     "Doctor": (lambda lt: lt.Doctor(), {}, lambda run: True),
     "DataWait": (lambda lt: lt.DataWait(), {}, lambda run: 0 < run.trainer.callback_metrics["tricks/data_wait"] < 1),
-    "FitsMemory": (lambda lt: lt.FitsMemory(), {}, lambda run: True),
     "InspectTraining": (
         lambda lt: lt.InspectTraining("pictures", every_n_steps=100, steps=2),
         {},

@@ -96,7 +96,6 @@ class TestTOTALVI(Cells):
         'optimizer("muon")': "AdversarialTrainingPlan has none to train",  # in the second optimizer
         "ScheduleFree": "which must not step the optimizers",
         "StepInBackward": "works in automatic optimization",
-        "FitsMemory": "FitsMemory runs a step again in automatic optimization",
         "HardExampleFilter": 'use mode="loss"',
         "LRSchedule": "LRSchedule needs automatic optimization",
         "RewindOnSpike": "RewindOnSpike cannot work with AdversarialTrainingPlan.automatic_optimization=False",
