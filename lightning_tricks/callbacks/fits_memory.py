@@ -41,6 +41,7 @@ from lightning_tricks.core.mixed_targets.loss_plan import LossPlan, counted_targ
 from lightning_tricks.core.mixed_targets.target import MixedTarget, mixed_target, plain_tensor, returned_loss
 from lightning_tricks.core.out_of_memory import free_memory_of, out_of_memory
 from lightning_tricks.core.replay.graph import nodes_of
+from lightning_tricks.core.replay.module_state import ModuleState
 from lightning_tricks.core.replay.own_batch import noting_writes, with_own_batch
 from lightning_tricks.core.replay.rerun import Start, is_replaying, replaying
 from lightning_tricks.core.trick import Trick
@@ -92,6 +93,7 @@ class _Step:
     run: partial[Any]
     start: Start
     exchanges_buffers: Any  # whether the next forward pass of DDP does so
+    forward: ModuleState | None = None  # what the forward pass has left, if hooks run before the backward pass
 
 
 @dataclass
@@ -246,6 +248,8 @@ class FitsMemory(Trick):
         for call in forward.logs:
             module.log(call.pop("name"), call.pop("value"), **call)
         if forward.loss is not None:
+            if _runs_before_backward(self._trainer):
+                step.forward = ModuleState(module, compared=True)
             self._pending = step, forward
         return forward.output
 
@@ -256,10 +260,17 @@ class FitsMemory(Trick):
             return
         (step, forward), self._pending = self._pending, None
         descend = partial(_call_with, original, args, kwargs)
+        changed, step.forward = step.forward and _changed(step.forward, self._trainer.lightning_module), None
         while True:
             kept = GradientsBefore(self._weights())
             if self._attempt(step, partial(self._descend, forward, kept, descend)):
                 return
+            if changed:
+                raise MisconfigurationException(
+                    f"FitsMemory sets the module back when memory has run out in a backward pass, and {changed} is"
+                    " changed by a hook before it (on_before_zero_grad, on_before_backward): change it in"
+                    " on_train_batch_start or on_train_batch_end."
+                )
             kept.restore()
             with replaying():
                 forward = self._forward_that_fits(step, first=False)
@@ -593,6 +604,25 @@ def _sees_zero_grad(trainer: L.Trainer) -> bool:
     hooks = ("on_before_zero_grad", "optimizer_zero_grad")
     return any(is_overridden(hook, module) for hook in hooks) or any(
         is_overridden("on_before_zero_grad", callback, Callback) for callback in callbacks_of(trainer, Callback)
+    )
+
+
+def _changed(state: ModuleState, module: L.LightningModule) -> str | None:
+    """What is not as it was in the training step, but for the name of the hook that runs."""
+    name = module._current_fx_name
+    module._current_fx_name = "training_step"
+    try:
+        return state.changed()
+    finally:
+        module._current_fx_name = name
+
+
+def _runs_before_backward(trainer: L.Trainer) -> bool:
+    """Whether code of the user's runs between forward and backward pass, which may change the module."""
+    callbacks = [callback for callback in callbacks_of(trainer, Callback) if not isinstance(callback, Trick)]
+    hooks = ("on_before_zero_grad", "on_before_backward")
+    return any(is_overridden(hook, trainer.lightning_module) for hook in (*hooks, "optimizer_zero_grad")) or any(
+        is_overridden(hook, callback, Callback) for hook in hooks for callback in callbacks
     )
 
 

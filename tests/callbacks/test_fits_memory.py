@@ -428,6 +428,15 @@ def test_a_step_that_writes_into_its_batch_is_refused_when_it_has_to_run_again()
         trained(type("Writes", (small(3),), body), FitsMemory())
 
 
+def test_a_hook_whose_change_would_be_undone_is_refused() -> None:
+    def count(self: Any, optimizer: Any) -> None:
+        self.zeroed = getattr(self, "zeroed", 0) + 1
+
+    assert trained(type("Hooked", (small(3),), {"on_before_zero_grad": count}), FitsMemory()).zeroed == 6
+    with pytest.raises(MisconfigurationException, match=r"zeroed is changed by a hook before it"):
+        trained(type("Hooked", (small(3, "backward"),), {"on_before_zero_grad": count}), FitsMemory())
+
+
 def test_what_cannot_be_cut_is_refused() -> None:
     class ByHand(SteppedByHand, Small):
         pass
