@@ -13,6 +13,7 @@ LOGGED: dict[str, dict[str, str]] = {
         "tricks/ema_decay": "the decay of the last update",
         "tricks/ema_distance": "the distance of the averages from the weights, over the norm of the weights",
     },
+    "FitsMemory": {"tricks/micro_batch_size": "the samples of a part, once a batch did not fit"},
     "GradientStats": {
         "tricks/gradient_norm": "the norm of the gradients, before Lightning's clipping",
         "tricks/weight_norm": "the norm of the weights before the step",

@@ -24,6 +24,7 @@ Logged = dict[str, list[tuple[int, float]]]  # steps and values
 
 KEYS = {name: set(metrics) for name, metrics in LOGGED.items()}  # what the cards say
 KEYS["GradientStats"] |= {f"{key}/layers.{place}" for key in KEYS["GradientStats"] for place in (0, 1, 3)}
+KEYS["FitsMemory"] = set()  # as long as whole batches fit
 KEYS["Throughput"] -= {"tricks/tokens_per_second", "tricks/mfu"}  # of other batches, and of a GPU
 # ScheduleFree has no average beside it, and GradientStats has steps of its own.
 EVERY = {key for name, keys in KEYS.items() for key in keys if name not in ("GradientStats", "ScheduleFree")}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import traceback
 from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ import torch
 from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.memory import garbage_collection_cuda, is_oom_error
+from lightning.pytorch.utilities.memory import garbage_collection_cuda
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
@@ -27,6 +26,7 @@ from lightning_tricks.core.lightning.loaders import resizable, resize_batches, t
 from lightning_tricks.core.lightning.patching import wrap_method
 from lightning_tricks.core.lightning.steps import EpochPlan
 from lightning_tricks.core.lightning.trainer import callbacks_of, extremes, grad_scaler
+from lightning_tricks.core.out_of_memory import free_memory_of, out_of_memory
 from lightning_tricks.core.replay.undone_fit import UndoneFit, require_undoable
 from lightning_tricks.modules.sam.mixin import is_sam
 from lightning_tricks.modules.sam.trainer_hooks import MixinHooks
@@ -34,26 +34,6 @@ from lightning_tricks.modules.sam.trainer_hooks import MixinHooks
 __all__ = ["BatchSizeResult", "find_batch_size"]
 
 _FITS, _OUT_OF_MEMORY, _FAILED = range(3)  # Outcomes of a trial, from the best to the worst.
-_OUT_OF_MEMORY_TEXTS = (
-    "out of memory",
-    "can't allocate memory",
-    "Cannot allocate memory",
-    "std::bad_alloc",
-    "ALLOC_FAILED",
-)
-
-
-def out_of_memory(error: BaseException) -> bool:
-    """Whether an exception says that a device, the host, cuDNN or cuBLAS has run out of memory.
-
-    >>> out_of_memory(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"))
-    True
-    >>> out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
-    False
-    """
-    if isinstance(error, MemoryError | torch.OutOfMemoryError) or is_oom_error(error):
-        return True
-    return isinstance(error, RuntimeError | OSError) and any(text in str(error) for text in _OUT_OF_MEMORY_TEXTS)
 
 
 def require_trials(trainer: L.Trainer, module: L.LightningModule) -> None:
@@ -173,8 +153,7 @@ class BatchTrial(UndoneFit):
             return
         outcome = _OUT_OF_MEMORY if out_of_memory(exception) else _FAILED
         if outcome == _OUT_OF_MEMORY:
-            traceback.clear_frames(exception.__traceback__)  # Releases the batch and its activations.
-            garbage_collection_cuda()
+            free_memory_of(exception)
         self._share_outcome(trainer, outcome)
 
     def _share_outcome(self, trainer: L.Trainer, outcome: int) -> None:

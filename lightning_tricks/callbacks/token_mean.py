@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from numbers import Real
 from typing import Any, ClassVar, final
 
 import lightning as L
@@ -20,19 +19,15 @@ from lightning_tricks.core.batches.paths import Path, described
 from lightning_tricks.core.batches.pipeline import BatchContext
 from lightning_tricks.core.conflicts import Conflict
 from lightning_tricks.core.lightning.trainer import data_parallel, has_comm_state, is_fitting
-from lightning_tricks.core.mixed_targets.divisors import Divisors
-from lightning_tricks.core.mixed_targets.loss_plan import LossPlan
+from lightning_tricks.core.mixed_targets.divisors import Count, Divisors, as_count, pass_count
+from lightning_tricks.core.mixed_targets.loss_plan import LossPlan, counted_targets
 from lightning_tricks.core.weights.by_engine import local_gradients
 from lightning_tricks.core.weights.gradients import require_dense
 from lightning_tricks.core.weights.local import LocalWeights
 
 __all__ = ["TokenMean"]
 
-Count = Callable[[Any], int | float | Tensor]
-_PASS_COUNT = (
-    "Pass TokenMean a function count= of the batch that says how many targets its loss is the mean of, such as"
-    " count=lambda batch: (batch['labels'][:, 1:] != -100).sum()."
-)
+_PASS_COUNT = pass_count("TokenMean")
 
 
 @final
@@ -142,7 +137,7 @@ class TokenMean(BatchCallback):
     @override
     def _change(self, trainer: L.Trainer, context: BatchContext) -> None:
         if self.count is not None:
-            self._here = _as_count(self.count(context.batch), trainer.strategy.root_device)
+            self._here = as_count(self.count(context.batch), trainer.strategy.root_device)
             return
         self._plan = context.plan
         self._plan.divisors, self._plan.remedy = Divisors(self.ignore_index), _PASS_COUNT
@@ -177,28 +172,11 @@ class TokenMean(BatchCallback):
         if not counts:  # a batch that is skipped
             self._here = torch.zeros((), device=trainer.strategy.root_device)
         elif self._plan is not None:
-            self._here = _as_count(self._divisor(self._plan, type(trainer.lightning_module)), loss.device)
+            self._here = as_count(counted_targets(self._plan, "TokenMean", type(trainer.lightning_module)), loss.device)
         weight = self._weight(trainer)  # in which all ranks take part
         if counts:
             loss.register_hook(lambda gradient: gradient * weight.to(gradient.dtype))
         return output
-
-    def _divisor(self, plan: LossPlan, module: type) -> float | Tensor:
-        """By what the means of the step's losses are divided.
-
-        Raises:
-            MisconfigurationException: If there is none, or if losses are divided by different numbers.
-        """
-        found = list(plan.divisors.found.values()) if plan.divisors else []
-        if not found:
-            why = plan.unclear or f"no loss of {module.__name__}.training_step was computed from the targets."
-            raise MisconfigurationException(f"TokenMean cannot count the targets: {why} {_PASS_COUNT}")
-        if len(found) > 1 and any(float(each) != float(found[0]) for each in found):  # for which a GPU waits
-            raise MisconfigurationException(
-                "TokenMean cannot weigh a sum of losses that are means over different numbers of targets,"
-                f" {', '.join(f'{float(each):g}' for each in found)}. {_PASS_COUNT}"
-            )
-        return found[0]
 
     def _weight(self, trainer: L.Trainer) -> Tensor:
         """How much the present batch counts, relative to the first one of the window."""
@@ -249,25 +227,6 @@ class TokenMean(BatchCallback):
         parts = [part for p in found if (part := self._weights.local(p.grad)) is not None]
         for device in {part.device for part in parts}:
             torch._foreach_mul_([part for part in parts if part.device == device], factor.to(device))
-
-
-def _as_count(number: Any, device: torch.device) -> Tensor:
-    """A number of targets as a tensor on the device.
-
-    Raises:
-        TypeError: For anything but one number.
-        ValueError: For a number below 0.
-    """
-    if isinstance(number, Tensor) and number.numel() == 1:
-        with torch._C.DisableTorchFunctionSubclass():
-            return number.detach().reshape(()).to(device, torch.float32)
-    if isinstance(number, bool) or not isinstance(number, Real):
-        raise TypeError(
-            f"count must return the number of targets in a batch, a number or a tensor of one, got {number!r}."
-        )
-    if not float(number) >= 0:
-        raise ValueError(f"count must return a number of targets of at least 0, got {number!r}.")
-    return torch.full((), float(number), device=device)
 
 
 def _sum_of_ranks(trainer: L.Trainer, number: Tensor) -> Tensor:

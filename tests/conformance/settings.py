@@ -166,6 +166,12 @@ SETTINGS: dict[str, Enrolment] = {
         callbacks={"on": lambda: [lt.EMA(0.9)], "off": lambda: [lt.EMA(0)]},
         yaml={"trainer": {"callbacks": [{"class_path": "EMA", "init_args": {"decay": 0.9}}]}},
     ),
+    "FitsMemory": neutral(
+        lt.FitsMemory,
+        "FitsMemory",
+        *("DeepSpeed", "FSDP2", "manual"),
+        no_client="changes nothing while batches fit; tests/fuzz has every step of random modules fail",
+    ),
     "Float8": Enrolment(  # its scales are those of each batch
         naive=lambda batches, seen: NaiveFloat8(),
         callbacks={"on": lambda: [lt.Float8(emulate=True)]},

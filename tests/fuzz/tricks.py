@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import lightning as L
+import torch
 from lightning.pytorch.callbacks import Callback
 from torch import nn
 from torch.nn.parameter import is_lazy
 
 import lightning_tricks as lt
+from lightning_tricks.core.lightning.patching import wrap_method
 from tests.callbacks.test_float8 import NaiveFloat8
 from tests.callbacks.test_moe_balance import Experts
 from tests.conformance.settings import SETTINGS
@@ -75,6 +77,33 @@ class Uncounted(Callback):
                 layer.tokens_per_expert.zero_()
 
 
+class Fails(Callback):
+    """Stands before FitsMemory, and has every step run out of memory after its forward and after its backward pass.
+
+    Its batch is then run again whole, so that only what the failed attempts have left could show.
+    """
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        (trick,) = [callback for callback in trainer.callbacks if isinstance(callback, lt.FitsMemory)]
+        trick._shrink = lambda *_: None
+        self.failed: set[tuple[str, int]] = set()
+        self._undo = [
+            wrap_method(owner, name, partial(self._failing, trainer, name))
+            for owner, name in ((trainer.strategy, "training_step"), (pl_module, "backward"))
+        ]
+
+    def _failing(self, trainer: Any, name: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        output, batch = original(*args, **kwargs), trainer.fit_loop.epoch_loop.batch_progress.total.ready
+        if torch.is_grad_enabled() and (name, batch) not in self.failed:
+            self.failed.add((name, batch))
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return output
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        while self._undo:
+            self._undo.pop()()
+
+
 class Sweeps(Callback):
     """Stands for find_lr before the fit."""
 
@@ -106,6 +135,7 @@ TRICKS = {
     "HardExampleFilter(0.999)": limit(lambda: lt.HardExampleFilter(0.999)),
     "HardExampleFilter(start=1.0)": limit(lambda: lt.HardExampleFilter(start=1.0)),
     'HardExampleFilter(start=1.0, mode="loss")': limit(lambda: lt.HardExampleFilter(start=1.0, mode="loss")),
+    "FitsMemory(fails)": limit(Fails, lt.FitsMemory),
     "LoRA": limit(lambda: lt.LoRA(r"^layers\.0", r=2, alpha=1e-30, train=r"^layers\.[1-9]"), Seeded),
     "LRSchedule(replace=True)": limit(lambda: lt.LRSchedule("cosine", floor=1.0, replace=True)),
     "MoEBalance": limit(lambda: lt.MoEBalance(0.0), Uncounted),

@@ -13,6 +13,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -78,6 +79,28 @@ def count_samples(batch: Any, trick: str) -> int:
             f" of the names {', '.join(map(repr, TARGETS))} in the batch, or put it second in a pair."
         )
     return sizes.pop()
+
+
+def micro_batches(run: partial[Any], size: int, trick: str, remedy: str) -> list[tuple[float, partial[Any]]]:
+    """The share of the samples and the step of each micro-batch.
+
+    Args:
+        run: The step, with its batch as the first argument.
+        size: The number of samples in a micro-batch; the last one may have fewer.
+        trick: The trick that cuts the batch, for the error message.
+        remedy: The remedy for a part that cannot be cut, for the error message.
+
+    Raises:
+        MisconfigurationException: If the batch cannot be cut.
+    """
+    batch, *rest = run.args
+    samples = count_samples(batch, trick)
+    parts: list[tuple[float, partial[Any]]] = []
+    for start in range(0, samples, size):
+        stop = min(start + size, samples)
+        part = select_samples(batch, slice(start, stop), samples, trick, remedy=remedy)
+        parts.append(((stop - start) / samples, partial(run.func, part, *rest, **run.keywords)))
+    return parts
 
 
 def is_pairwise(x: Tensor, size: int) -> bool:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
+from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor
 
 Loss = Callable[..., Tensor]
+Count = Callable[[Any], int | float | Tensor]  # of a batch: how many targets its loss is the mean of
 WEIGHED = ("mse_loss", "l1_loss")  # whose means are over the sum of the weights of their entries
 
 
@@ -87,6 +89,33 @@ class Divisors:
             self.found[labels] = labels
             return ""
         return f"a sum of losses is divided by {number!r}, which is not the number of the labels."
+
+
+def as_count(number: Any, device: torch.device) -> Tensor:
+    """A number of targets as a tensor on the device.
+
+    Raises:
+        TypeError: For anything but one number.
+        ValueError: For a number below 0.
+    """
+    if isinstance(number, Tensor) and number.numel() == 1:
+        with torch._C.DisableTorchFunctionSubclass():
+            return number.detach().reshape(()).to(device, torch.float32)
+    if isinstance(number, bool) or not isinstance(number, Real):
+        raise TypeError(
+            f"count must return the number of targets in a batch, a number or a tensor of one, got {number!r}."
+        )
+    if not float(number) >= 0:
+        raise ValueError(f"count must return a number of targets of at least 0, got {number!r}.")
+    return torch.full((), float(number), device=device)
+
+
+def pass_count(trick: str) -> str:
+    """What to do if the targets of a loss cannot be counted."""
+    return (
+        f"Pass {trick} a function count= of the batch that says how many targets its loss is the mean of, such as"
+        " count=lambda batch: (batch['labels'][:, 1:] != -100).sum()."
+    )
 
 
 SUMMED = "a sum of losses does not say by how many targets it is divided."

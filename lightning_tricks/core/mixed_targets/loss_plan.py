@@ -97,3 +97,26 @@ class LossPlan:
     def weights(self, branches: int) -> list[Weight]:
         """The weights of the branches."""
         return [self.lam, 1 - self.lam][:branches]
+
+
+def counted_targets(plan: LossPlan, trick: str, module: type) -> float | Tensor:
+    """The number of targets by which the means of a step's losses are divided.
+
+    Args:
+        plan: The plan of the step's batch, whose divisors were noted, with a remedy.
+        trick: The trick that counts, for the error message.
+        module: The class of the module, for the error message.
+
+    Raises:
+        MisconfigurationException: If there is none, or if losses are divided by different numbers.
+    """
+    found = list(plan.divisors.found.values()) if plan.divisors else []
+    if not found:
+        why = plan.unclear or f"no loss of {module.__name__}.training_step was computed from the targets."
+        raise MisconfigurationException(f"{trick} cannot count the targets: {why} {plan.remedy}")
+    if len(found) > 1 and any(float(each) != float(found[0]) for each in found):  # for which a GPU waits
+        raise MisconfigurationException(
+            f"{trick} cannot weigh a sum of losses that are means over different numbers of targets,"
+            f" {', '.join(f'{float(each):g}' for each in found)}. {plan.remedy}"
+        )
+    return found[0]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections import deque
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -100,6 +100,18 @@ def forbid_writes(module: nn.Module, batch: Any) -> Iterator[None]:
     Raises:
         MisconfigurationException: If the step writes into its batch.
     """
+    with noting_writes(module, batch) as refuse:
+        yield
+    refuse()
+
+
+@contextmanager
+def noting_writes(module: nn.Module, batch: Any) -> Iterator[Callable[[], None]]:
+    """Note what a step of a module inside the block writes into its batch.
+
+    Yields:
+        A function that raises MisconfigurationException if the step has written into its batch, once it has ended.
+    """
     found = _collected(batch)
     tensors = {id(value): value for value in found if isinstance(value, Tensor)}
     objects = [(value, dict(vars(value))) for value in found if not isinstance(value, Tensor)]
@@ -108,17 +120,19 @@ def forbid_writes(module: nn.Module, batch: Any) -> Iterator[None]:
     def keep(tensor: Tensor) -> None:
         copies.setdefault(id(tensor), bits(tensor).clone())
 
+    def refuse() -> None:
+        changed = [held for held, names in objects if any(vars(held).get(n) is not a for n, a in names.items())]
+        if changed:
+            raise MisconfigurationException(
+                f"{type(module).__name__}.training_step sets an attribute of a {type(changed[0]).__name__} in its"
+                " batch, which a second run of it would see: use a new object, for example copy.copy of it."
+            )
+        written = versions(list(tensors.values())) != before
+        if written or not all(same_values(bits(tensors[key]), copy) for key, copy in copies.items()):
+            raise MisconfigurationException(
+                f"{type(module).__name__}.training_step writes into its batch, which a second run of it would see: make"
+                " a new tensor, for example x = x * 2 in place of x.mul_(2)."
+            )
+
     with watching_data(tensors, keep):
-        yield
-    changed = [held for held, attributes in objects if any(vars(held).get(n) is not a for n, a in attributes.items())]
-    if changed:
-        raise MisconfigurationException(
-            f"{type(module).__name__}.training_step sets an attribute of a {type(changed[0]).__name__} in its batch,"
-            " which a second run of it would see: use a new object, for example copy.copy of it."
-        )
-    written = versions(list(tensors.values())) != before
-    if written or not all(same_values(bits(tensors[key]), copy) for key, copy in copies.items()):
-        raise MisconfigurationException(
-            f"{type(module).__name__}.training_step writes into its batch, which a second run of it would see: make a"
-            " new tensor, for example x = x * 2 in place of x.mul_(2)."
-        )
+        yield refuse

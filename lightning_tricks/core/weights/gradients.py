@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 
 import lightning as L
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -80,3 +82,45 @@ def _require_unscaled(trainer: L.Trainer, optimizer: Optimizer, trick: str) -> N
             f" precision={trainer.precision!r}, which unscales them in its own step: leave fused=True out, or use"
             " precision='bf16-mixed'."
         )
+
+
+class GradientsBefore:
+    """The gradients of weights before a backward pass, which can be undone by them.
+
+    A gradient that is there already is copied when the pass adds to it. By then the pass has freed activations, so that
+    the most memory that a step takes is seldom more than without the copies.
+
+    Args:
+        weights: The weights.
+    """
+
+    def __init__(self, weights: Iterable[Tensor]) -> None:
+        self._before = [(weight, weight.grad) for weight in weights]
+        self._copies: dict[Tensor, Tensor] = {}
+
+    def set_aside(self) -> None:
+        """Leave the weights without gradients, until ``restore``."""
+        for weight, _ in self._before:
+            weight.grad = None
+
+    @contextmanager
+    def copying(self) -> Iterator[None]:
+        """Copy gradients that a backward pass inside the block adds to."""
+        held = [(weight, gradient) for weight, gradient in self._before if gradient is not None]
+        handles = [weight.register_hook(partial(self._copy, weight, gradient)) for weight, gradient in held]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _copy(self, weight: Tensor, gradient: Tensor, _: Tensor) -> None:
+        if weight.grad is gradient and weight not in self._copies:
+            self._copies[weight] = gradient.clone()
+
+    def restore(self) -> None:
+        """Give the weights the gradients that they had."""
+        for weight, gradient in self._before:
+            if gradient is not None and (copy := self._copies.get(weight)) is not None:
+                gradient.copy_(copy)
+            weight.grad = gradient

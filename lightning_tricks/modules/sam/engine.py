@@ -15,7 +15,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
-from lightning_tricks.core.batches.cutting import count_samples, naming_single_samples, select_samples
+from lightning_tricks.core.batches.cutting import micro_batches, naming_single_samples
 from lightning_tricks.core.checks import check_count, check_range
 from lightning_tricks.core.lightning.trainer import scaled, step_schedules, unsynced
 from lightning_tricks.core.random_numbers import random_state
@@ -88,7 +88,7 @@ class SAMEngine:
         trainer, norms, random = self.module.trainer, list[Tensor](), full.start.random
         with run_again(full.start):
             try:
-                parts = micro_batches(full.run, size)
+                parts = micro_batches(full.run, size, f"SAM(micro_batch_size={size})", "leave micro_batch_size out")
                 for number, (share, run) in enumerate(parts, 1):
                     step = RecordedStep(with_own_batch(run), replace(full.start, random=random))
                     step.start.state.restore()
@@ -277,27 +277,6 @@ def _acts_in_backward(module: L.LightningModule) -> bool:
     ours = ("lightning_tricks.", "lightning.pytorch.")
     own = any("backward" in vars(kind) and not kind.__module__.startswith(ours) for kind in type(module).__mro__)
     return own or any(w._post_accumulate_grad_hooks or w._backward_hooks for w in module.parameters())
-
-
-def micro_batches(run: partial[Any], size: int) -> list[tuple[float, partial[Any]]]:
-    """The share and the step of each micro-batch.
-
-    Args:
-        run: The step, with its batch as the first argument.
-        size: The number of samples in a micro-batch; the last one may have fewer.
-
-    Raises:
-        MisconfigurationException: If the batch cannot be cut.
-    """
-    batch, *rest = run.args
-    samples = count_samples(batch, f"SAM(micro_batch_size={size})")
-    parts: list[tuple[float, partial[Any]]] = []
-    for start in range(0, samples, size):
-        stop = min(start + size, samples)
-        name, remedy = f"SAM(micro_batch_size={size})", "leave micro_batch_size out"
-        part = select_samples(batch, slice(start, stop), samples, name, remedy=remedy)
-        parts.append(((stop - start) / samples, partial(run.func, part, *rest, **run.keywords)))
-    return parts
 
 
 def loss_of(output: Any) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, MutableMapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 import lightning_tricks as lt
-from lightning_tricks.core.batches.cutting import select_samples
+from lightning_tricks.core.batches.cutting import micro_batches, select_samples
 from tests.batches import EXTRA, IDS, ROWS, AttrDict, batches, fed, refused, stepping, with_sam
 from tests.core.batches.test_mixing import Watch, naive_loss, naive_mixup
 from tests.nets import PlainNet, assert_close, assert_equal, build, data, fit, loader, weights
@@ -332,3 +333,18 @@ def test_parts_of_the_same_samples_are_pruned_together(name: str) -> None:
     filtering = lt.HardExampleFilter(**named)
     fit(build(stepping(counting)), train=fed(make), callbacks=[filtering], limit_val_batches=0, max_epochs=1)
     assert set(sizes) == {8, 4}
+
+
+def test_micro_batches_have_every_sample_once() -> None:
+    batch = {"x": torch.arange(14).view(7, 2), "y": [torch.arange(7)], "for all": torch.ones(3), "text": "a"}
+    trick, remedy = "SAM(micro_batch_size=3)", "leave micro_batch_size out"
+    cut = micro_batches(partial(lambda b, number: (b, number), batch, 5), 3, trick, remedy)
+    assert [share for share, _ in cut] == pytest.approx([3 / 7, 3 / 7, 1 / 7])
+    got = [run() for _, run in cut]
+    assert torch.equal(torch.cat([each["x"] for each, _ in got]), batch["x"])
+    assert torch.equal(torch.cat([each["y"][0] for each, _ in got]), batch["y"][0])
+    assert all((len(each["for all"]), each["text"], number) == (3, "a", 5) for each, number in got)
+    with pytest.raises(
+        MisconfigurationException, match=r"SAM\(micro_batch_size=3\) needs targets with one entry per sample"
+    ):
+        micro_batches(partial(print, {"a": torch.tensor(1.0)}), 3, trick, remedy)

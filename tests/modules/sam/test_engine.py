@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
-from functools import partial
 from typing import Any
 
 import pytest
@@ -15,7 +14,6 @@ from torch import Tensor
 
 import lightning_tricks as lt
 from lightning_tricks.core.replay.rerun import is_replaying
-from lightning_tricks.modules.sam.engine import micro_batches
 from tests.nets import NormNet, PlainNet, build, fit, loader
 
 TENSORS = (Tensor, torch.nn.Parameter)
@@ -137,17 +135,3 @@ def test_an_average_that_is_set_up_later_keeps_its_hold_on_checkpoints(tmp_path:
     run.callbacks.append(Save())
     run.fit(module, loader(), loader(24))
     assert torch.load(tmp_path / "x.ckpt", weights_only=True)["callbacks"]["EMA(decay=0.9)"]["raw"]
-
-
-def test_micro_batches_have_every_sample_once() -> None:
-    batch = {"x": torch.arange(14).view(7, 2), "y": [torch.arange(7)], "for all": torch.ones(3), "text": "a"}
-    cut = micro_batches(partial(lambda b, number: (b, number), batch, 5), 3)
-    assert [share for share, _ in cut] == pytest.approx([3 / 7, 3 / 7, 1 / 7])
-    got = [run() for _, run in cut]
-    assert torch.equal(torch.cat([each["x"] for each, _ in got]), batch["x"])
-    assert torch.equal(torch.cat([each["y"][0] for each, _ in got]), batch["y"][0])
-    assert all((len(each["for all"]), each["text"], number) == (3, "a", 5) for each, number in got)
-    with pytest.raises(
-        MisconfigurationException, match=r"SAM\(micro_batch_size=3\) needs targets with one entry per sample"
-    ):
-        micro_batches(partial(print, {"a": torch.tensor(1.0)}), 3)
