@@ -60,6 +60,8 @@ class FSDP2Preset(ShardedPreset):
             ``torch.distributed.tensor.parallel``. By default the plan of the transformers model in the module.
         save_distributed_checkpoint: Whether a checkpoint is a folder of shards; otherwise it is one file, which any
             strategy can load.
+        async_save: Whether training goes on while the checkpoints of ``ModelCheckpoint`` are written, from a copy in
+            host memory; see ``docs/strategies.md``.
         process_group_backend: The backend of ``torch.distributed``; by default the accelerator's.
         timeout: The time limit of a collective operation.
 
@@ -89,6 +91,7 @@ class FSDP2Preset(ShardedPreset):
         tensor_parallel: int | Literal["node"] = 1,
         plan: Plan | None = None,
         save_distributed_checkpoint: bool = True,
+        async_save: bool = False,
         process_group_backend: str | None = None,
         timeout: timedelta = default_pg_timeout,
     ) -> None:
@@ -99,6 +102,7 @@ class FSDP2Preset(ShardedPreset):
             activation_checkpointing=activation_checkpointing,
             replicas=replicas,
             save_distributed_checkpoint=save_distributed_checkpoint,
+            async_save=async_save,
             process_group_backend=process_group_backend,
             timeout=timeout,
         )
