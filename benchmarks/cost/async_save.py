@@ -83,9 +83,9 @@ def run(settings: Settings) -> list[Row]:
     sizes = [
         settings.pick("layers", 12, 4, 2),
         settings.pick("width", 1024, 512, 32),
-        settings.pick("steps between saves", 40, 20, 4),
+        settings.pick("steps between saves", 15, 10, 4),
     ]
-    rounds = settings.pick("rounds", 10, 2, 1)
+    rounds = settings.pick("rounds", 5, 2, 1)
     found: list[Row] = []
     for kind in PRESETS:
         contenders = (WAITED, LATER, PEER) if kind == "file" else (WAITED, LATER)
