@@ -24,6 +24,7 @@ from torch.linalg import vector_norm
 from lightning_tricks.core.lightning.patching import wrap_method
 from lightning_tricks.core.replay.rerun import Start, undone
 from lightning_tricks.core.selection import is_called
+from lightning_tricks.core.weights.tensors import hidden_from_autograd
 
 TOLERANCE = 2e-3  # Relative, in fp32; TensorFloat32 rounds by less.
 Places = list[tuple[nn.Module, str]]  # Modules, and the names of their split layers.
@@ -193,7 +194,8 @@ def _require_same(name: str, owner: nn.Module, places: Places, args: Any, kwargs
     dtype = next(unsplit[0][2].parameters()).dtype
     args, kwargs = apply_to_collection((args, kwargs), Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x)
     error: Exception | None = None
-    with undone(start):
+    # The graph of the forward pass that has ended keeps buffers of BatchNorm, which end as they are.
+    with hidden_from_autograd([*owner.buffers()]), undone(start):
         owner.eval()
         ours = forward(owner, *args, **kwargs)
         for parent, key, layer in unsplit:
