@@ -81,11 +81,11 @@ def turn(kind: str, what: str, *sizes: int, device: str) -> Turn:
 def run(settings: Settings) -> list[Row]:
     """All figures."""
     sizes = [
-        settings.pick("layers", 12, 4, 2),
+        settings.pick("layers", 6, 4, 2),
         settings.pick("width", 1024, 512, 32),
-        settings.pick("steps between saves", 15, 10, 4),
+        settings.pick("steps between saves", 10, 10, 4),
     ]
-    rounds = settings.pick("rounds", 5, 2, 1)
+    rounds = settings.pick("rounds", 3, 2, 1)
     found: list[Row] = []
     for kind in PRESETS:
         contenders = (WAITED, LATER, PEER) if kind == "file" else (WAITED, LATER)
