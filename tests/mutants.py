@@ -336,6 +336,32 @@ MUTANTS = {
         "        pass",
         "core/safe_load/test_atomic_file.py::test_an_error_leaves_the_old_file",
     ),
+    # Saves while training goes on
+    "a checkpoint is written from the memory that training changes": Mutant(
+        "strategies/async_save.py",
+        "        return DefaultStager(StagingOptions(False, False, False, False)).stage(state)",
+        "        return state",
+        "strategies/test_async_save.py::test_a_file_has_the_state_of_the_moment_of_saving",
+    ),
+    "an older checkpoint is removed while the new one is written": Mutant(
+        "strategies/async_save.py",
+        "        if self._saving is None:\n            self._remove(filepath)",
+        "        if True:\n            self._remove(filepath)",
+        "strategies/test_async_save.py::test_what_comes_after_a_save_waits_for_it_and_training_does_not",
+    ),
+    "an error of a write is forgotten": Mutant(
+        "strategies/async_save.py",
+        "            self._error = error_of(job)",
+        "            error_of(job)",
+        "strategies/test_async_save.py::test_an_error_of_a_write_is_raised_by_the_next_save_or_at_the_end",
+    ),
+    # Layers that are the LightningModule's own
+    "a step is not compared with one of unsplit layers": Mutant(
+        "strategies/fsdp2/preset.py",
+        "        if self._comparison is not None:",
+        "        if self._comparison is False:",
+        "strategies/fsdp2/test_tensor_parallel.py::test_what_cannot_be_right_is_refused_by_name",
+    ),
 }  # fmt: skip
 
 

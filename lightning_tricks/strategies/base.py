@@ -15,18 +15,19 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.distributed.fsdp import FSDPModule
 from typing_extensions import override
 
-from lightning_tricks.core.checks import check_choice
+from lightning_tricks.core.checks import check_bool, check_choice
 from lightning_tricks.core.conflicts import Participant
 from lightning_tricks.core.fit_start import announce
 from lightning_tricks.core.lightning.resume import begin_epoch
 from lightning_tricks.core.lightning.trainer import requested_precision, saves_folder
 from lightning_tricks.core.report import Row, settings
 from lightning_tricks.core.safe_load.damage import refuse_program
+from lightning_tricks.strategies.async_save import AsyncSaves
 
 PresetPrecision = Literal["bf16-mixed", "16-mixed", "32-true"]
 
 
-class PresetStrategy(Participant, Strategy):
+class PresetStrategy(Participant, AsyncSaves, Strategy):
     """Base of the strategies that take their precision as an argument.
 
     Lightning passes every strategy the precision plugin made from ``Trainer(precision=...)``, fp32 by default. The
@@ -35,14 +36,17 @@ class PresetStrategy(Participant, Strategy):
 
     Args:
         precision: The precision to train in, one of ``precisions``.
+        async_save: Whether training goes on while the checkpoints of ``ModelCheckpoint`` are written.
         **settings: Arguments of Lightning's strategy.
     """
 
     precisions: tuple[str, ...] = ("bf16-mixed", "16-mixed", "32-true")
 
-    def __init__(self, *, precision: PresetPrecision, **settings: Any) -> None:
+    def __init__(self, *, precision: PresetPrecision, async_save: bool = False, **settings: Any) -> None:
         check_choice("precision", precision, self.precisions)
+        check_bool("async_save", async_save)
         self.precision = precision
+        self.async_save = async_save
         self._undo = ExitStack()
         self.strategy_name = type(self).__name__  # Replaced by the preset's name in preset().
         super().__init__(**settings)

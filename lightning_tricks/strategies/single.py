@@ -19,6 +19,8 @@ class SinglePreset(PresetStrategy, SingleDeviceStrategy):
 
     Args:
         precision: The precision to train in: "bf16-mixed", "16-mixed" or "32-true".
+        async_save: Whether training goes on while the checkpoints of ``ModelCheckpoint`` are written, from a copy in
+            host memory; see ``docs/strategies.md``.
         **settings: Further arguments of Lightning's ``SingleDeviceStrategy``.
 
     Example:
@@ -27,8 +29,8 @@ class SinglePreset(PresetStrategy, SingleDeviceStrategy):
         'bf16-mixed'
     """
 
-    def __init__(self, *, precision: PresetPrecision = "bf16-mixed", **settings: Any) -> None:
-        super().__init__(precision=precision, **settings)
+    def __init__(self, *, precision: PresetPrecision = "bf16-mixed", async_save: bool = False, **settings: Any) -> None:
+        super().__init__(precision=precision, async_save=async_save, **settings)
         self._parallel_devices: list[torch.device] = []
 
     @property

@@ -1,4 +1,7 @@
-"""What torchrun starts, and starts again: FOLDER PRESET EPOCHS DATA. Training goes on from the newest checkpoint."""
+"""What torchrun starts, and starts again: FOLDER PRESET EPOCHS DATA. Training goes on from the newest checkpoint.
+
+A preset whose name ends in "+async" saves while training goes on.
+"""
 
 from __future__ import annotations
 
@@ -75,6 +78,12 @@ class Told(Callback):
         self.tell("saving")
 
 
+OPTIONS: dict[str, dict[str, Any]] = {  # of presets
+    "hsdp_bf16": {"replicas": 2},
+    "tp_bf16": {"tensor_parallel": 2, "plan": {"layers.0": "colwise_gather_output", "layers.3": "rowwise_split_input"}},
+}
+
+
 def main(folder: Path, engine: str, epochs: int, shuffled: bool) -> None:
     warnings.filterwarnings("ignore", message="Checkpoint directory")
     torch.set_num_threads(1)
@@ -84,9 +93,12 @@ def main(folder: Path, engine: str, epochs: int, shuffled: bool) -> None:
         EveryStep(run, "{step}", monitor="step", mode="max", save_top_k=3, every_n_train_steps=1),
         ModelCheckpoint(run, "epoch-{step}", monitor="val_loss", save_top_k=2),
     ]
-    backend = {} if engine[0] == "z" else {"process_group_backend": "gloo"}
+    name, later, _ = engine.partition("+async")
+    given = {**OPTIONS.get(name, {}), **({"async_save": True} if later else {})}
+    if name[0] != "z":
+        given["process_group_backend"] = "gloo"
     made = trainer(
-        **lt.preset(engine, precision="32-true", timeout=timedelta(seconds=20), **backend),
+        **lt.preset(name, precision="32-true", timeout=timedelta(seconds=20), **given),
         **{
             "devices": int(os.environ["WORLD_SIZE"]),
             "max_epochs": epochs,
@@ -94,7 +106,8 @@ def main(folder: Path, engine: str, epochs: int, shuffled: bool) -> None:
             "enable_checkpointing": True,
         },
     )
-    train: Any = Resumable(seed=5 + int(os.environ["RANK"]))
+    group = int(os.environ["RANK"]) // OPTIONS.get(name, {}).get("tensor_parallel", 1)  # of those that share a batch
+    train: Any = Resumable(seed=5 + group)
     if shuffled:
         train = DataLoader(Numbered(), 4, shuffle=True, num_workers=1)
         module = build(Dropped, samples=folder / f"samples-{os.getpid()}")

@@ -23,6 +23,7 @@ from tests.nets import assert_equal
 ROOT = Path(__file__).parents[2]
 TIMEOUT = 120  # s for a start
 EPOCHS = 80
+RANKS = {"hsdp_bf16": 4, "tp_bf16": 4}  # others have two
 
 
 def torchrun(
@@ -42,14 +43,14 @@ def torchrun(
         )
 
 
-def begun(folder: Path, after: int, process: subprocess.Popen[bytes]) -> tuple[int, list[int]]:
-    """The next attempt in which both ranks have begun a fit, and their processes; one may fail before that."""
+def begun(folder: Path, after: int, process: subprocess.Popen[bytes], ranks: int = 2) -> tuple[int, list[int]]:
+    """The next attempt in which all ranks have begun a fit, and their processes; one may fail before that."""
     deadline = time.monotonic() + TIMEOUT
     while True:
         assert process.poll() is None, (folder / "log").read_text()
         assert time.monotonic() < deadline, (folder / "log").read_text()
         for attempt in range(after + 1, after + 5):
-            lines = [told(folder, attempt, rank) for rank in range(2)]
+            lines = [told(folder, attempt, rank) for rank in range(ranks)]
             if all(lines):
                 return attempt, [int(each[0]) for each in lines]
         time.sleep(0.005)
@@ -80,14 +81,14 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
     @cache
     def trained(engine: str, data: str = "resumable") -> list[Any]:
-        folder = tmp_path_factory.mktemp("undisturbed") / "run"
-        return final(folder, torchrun(folder, engine, 0, data))
+        folder, engine = tmp_path_factory.mktemp("undisturbed") / "run", engine.removesuffix("+async")
+        return final(folder, torchrun(folder, engine, 0, data, RANKS.get(engine, 2)), RANKS.get(engine, 2))
 
     return trained
 
 
 def check_final(folder: Path, process: subprocess.Popen[bytes], expected: list[Any]) -> None:
-    for (mine, step), (others, last) in zip(final(folder, process), expected, strict=True):
+    for (mine, step), (others, last) in zip(final(folder, process, len(expected)), expected, strict=True):
         assert_equal(mine, others)
         assert step == last == 6 * EPOCHS
 
@@ -95,17 +96,21 @@ def check_final(folder: Path, process: subprocess.Popen[bytes], expected: list[A
 @pytest.mark.slow
 @pytest.mark.parametrize("data", ["resumable", "shuffled"])
 @pytest.mark.parametrize(
-    ("engine", "kills", "seed"), [("ddp_bf16", 20, 1), ("fsdp2_bf16", 20, 2), ("zero1_bf16", 5, 3)]
+    ("engine", "kills", "seed"),
+    [
+        *(("ddp_bf16", 20, 1), ("fsdp2_bf16", 20, 2), ("zero1_bf16", 5, 3)),
+        *(("ddp_bf16+async", 20, 4), ("fsdp2_bf16+async", 20, 5), ("hsdp_bf16", 20, 6), ("tp_bf16", 20, 7)),
+    ],
 )
 def test_ranks_killed_at_random_moments(
     engine: str, kills: int, seed: int, data: str, undisturbed: Any, tmp_path: Path
 ) -> None:
     rng, folder, doing, attempt = random.Random(seed), tmp_path / "killed", Counter[str](), -1
-    process = torchrun(folder, engine, kills + 5, data)
+    process = torchrun(folder, engine, kills + 5, data, RANKS.get(engine, 2))
     try:
         for number in range(kills):
-            attempt, ranks = begun(folder, attempt, process)
-            (rank,) = rng.sample(range(2), 1)
+            attempt, ranks = begun(folder, attempt, process, RANKS.get(engine, 2))
+            (rank,) = rng.sample(range(len(ranks)), 1)
             if number % 5 > 1:
                 time.sleep(rng.uniform(0, 0.4))
             else:  # where the machine is busy, all kills could land in what comes before

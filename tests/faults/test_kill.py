@@ -12,12 +12,20 @@ from typing import Any
 import lightning as L
 import pytest
 
+import lightning_tricks as lt
 from tests.faults import everything, runs
 from tests.faults.child import train_in_child
 from tests.faults.runs import differences, load, state, train
 
+
+def later(ckpt_path: Path | None, **settings: Any) -> L.Trainer:
+    """Saves while it trains."""
+    return runs.resume(ckpt_path, **lt.preset("single_bf16", precision="32-true", async_save=True), **settings)
+
+
 TRAININGS: dict[str, Callable[..., L.Trainer]] = {
     "EMA": runs.resume,
+    "async": later,
     **{name: partial(everything.resume, training=name) for name in everything.TRAININGS},
 }
 
@@ -118,7 +126,12 @@ def kill_until_done(
     [
         ("everything", 3, 1),
         pytest.param("adapters", 20, 2, marks=pytest.mark.slow),  # whose processes import peft each
-        *(pytest.param(each, 100, 2, marks=pytest.mark.slow) for each in TRAININGS if each != "adapters"),
+        pytest.param("async", 20, 2, marks=pytest.mark.slow),
+        *(
+            pytest.param(each, 100, 2, marks=pytest.mark.slow)
+            for each in TRAININGS
+            if each not in ("adapters", "async")
+        ),
     ],
 )
 def test_killed_at_any_moment_training_resumes_bit_exactly(

@@ -39,31 +39,34 @@ def saving_shards(trainer: L.Trainer, averages: Mapping[str, Averages], filepath
 
     A strategy that has no place for parts gives the folder its name first.
     """
-    strategy, write = trainer.strategy, partial(_write_shards, trainer, averages)
+    strategy, part = trainer.strategy, partial(_shards, trainer, averages)
     if not saves_folder(trainer):
         yield
     elif isinstance(strategy, FolderParts):
-        before, strategy.parts = strategy.parts, (*strategy.parts, write)
+        before, strategy.parts = strategy.parts, (*strategy.parts, part)
         try:
             yield
         finally:
             strategy.parts = before
     else:
+        import torch.distributed.checkpoint as dcp
+
         yield
-        write(Path(filepath))
+        folder = Path(strategy.broadcast(filepath))
+        for name, tensors in part().items():
+            dcp.save(tensors, checkpoint_id=folder / name)
 
 
-def _write_shards(trainer: L.Trainer, averages: Mapping[str, Averages], folder: Path) -> None:
-    """Write this rank's shards by kind and name, and the step; all ranks take part."""
-    import torch.distributed.checkpoint as dcp
-
-    stamp = torch.tensor(trainer.global_step, device="cpu")
+def _shards(trainer: L.Trainer, averages: Mapping[str, Averages]) -> dict[str, dict[str, Tensor]]:
+    """This rank's shards by kind and name, and the step, by the folder that they are to be in."""
+    stamp, shards = torch.tensor(trainer.global_step, device="cpu"), {}
     for key, running in averages.items():
         state, tensors = running.state_dict(), {STAMP: stamp}
         for kind in KINDS:
             parts = running.weights.checkpoint_tensors(state[kind])
             tensors |= {f"{kind}/{name}": part for name, part in parts.items()}
-        dcp.save(tensors, checkpoint_id=_folder(trainer, key, folder))
+        shards[f"averages/{key}"] = tensors
+    return shards
 
 
 def for_lightning(shown: Mapping[str, Any], state: Mapping[str, Any]) -> dict[str, Any]:

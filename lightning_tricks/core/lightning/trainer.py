@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from pathlib import Path
 from typing import Any, TypeVar
 
 import lightning as L
@@ -70,10 +69,13 @@ def saves_folder(trainer: L.Trainer) -> bool:
 
 
 class FolderParts:
-    """A strategy that writes the parts of callbacks into a checkpoint folder before the folder gets its name."""
+    """A strategy that writes the parts of callbacks into a checkpoint folder before the folder gets its name.
+
+    All ranks call a part, which gives this rank's tensors by names, by the names of folders inside the checkpoint's.
+    """
 
     __slots__ = ()  # strategies have instance dictionaries of their own
-    parts: tuple[Callable[[Path], None], ...] = ()  # each is called with the folder, on all ranks
+    parts: tuple[Callable[[], dict[str, dict[str, torch.Tensor]]], ...] = ()
 
 
 def step_schedules(trainer: L.Trainer, optimizer: Optimizer) -> None:

@@ -70,6 +70,8 @@ class DDPPreset(PresetStrategy, DDPStrategy):
         compression_start: The number of optimizer steps with uncompressed gradients, by default 1000 for "powersgd"
             (never fewer than 2) and 0 for "local_sgd".
         gradient_as_bucket_view: Whether gradients are views into DDP's buckets, which saves a copy of them.
+        async_save: Whether training goes on while the checkpoints of ``ModelCheckpoint`` are written, from a copy in
+            host memory; see ``docs/strategies.md``.
         **settings: Further arguments of Lightning's ``DDPStrategy`` and of torch's ``DistributedDataParallel``, such as
             ``find_unused_parameters``, ``static_graph``, ``timeout``.
 
@@ -126,6 +128,7 @@ class DDPPreset(PresetStrategy, DDPStrategy):
         fragments: int | None = None,
         compression_start: int | None = None,
         gradient_as_bucket_view: bool = True,
+        async_save: bool = False,
         **settings: Any,
     ) -> None:
         check_bool("gradient_as_bucket_view", gradient_as_bucket_view)
@@ -154,7 +157,9 @@ class DDPPreset(PresetStrategy, DDPStrategy):
                 f"compression={compression!r} brings its own communication hook, got {', '.join(self._user_hook)} as"
                 " well. Remove one of them."
             )
-        super().__init__(precision=precision, gradient_as_bucket_view=gradient_as_bucket_view, **settings)
+        super().__init__(
+            precision=precision, async_save=async_save, gradient_as_bucket_view=gradient_as_bucket_view, **settings
+        )
 
     @property
     def has_outer_optimizer(self) -> bool:

@@ -1,7 +1,7 @@
 """Checkpoints under FSDP2, in a file or a folder; apart from the strategy, since they need no Trainer.
 
-A file has full tensors, gathered from the shards and copied into them. A folder of shards is read as Lightning's
-ModelParallelStrategy writes it.
+A file has full tensors, gathered from the shards and copied into them. A folder of shards is read and written as by
+Lightning's ModelParallelStrategy.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any, TypeGuard, cast
 
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -76,6 +78,22 @@ def _shard(full: Tensor, parameter: Tensor | None) -> Tensor:
 
 def _is_shard_of(shard: Any, full: Any) -> TypeGuard[DTensor]:
     return isinstance(shard, DTensor) and shard.shape == full.shape
+
+
+def write_folder(checkpoint: dict[str, Any], folder: Path, group: dist.ProcessGroup | None, *, with_rest: bool) -> None:
+    """Write a checkpoint as Lightning's ModelParallelStrategy does; all ranks take part.
+
+    Args:
+        checkpoint: What the Trainer saves.
+        folder: An existing folder.
+        group: The process group in which the ranks talk; None for the default one.
+        with_rest: Whether this rank writes everything but weights and optimizer states.
+    """
+    states = {f"optimizer_{index}": state for index, state in enumerate(checkpoint.get("optimizer_states", ()))}
+    dcp.save({"state_dict": checkpoint["state_dict"], **states}, checkpoint_id=folder, process_group=group)
+    if with_rest:
+        rest = {name: value for name, value in checkpoint.items() if name not in ("state_dict", "optimizer_states")}
+        torch.save(rest, folder / "meta.pt")
 
 
 def read_module(folder: Path, module: nn.Module, *, strict: bool) -> None:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
+import lightning as L
 import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -15,11 +18,13 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor.parallel import ParallelStyle
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 from torch.linalg import vector_norm
 
+from lightning_tricks.core.lightning.patching import wrap_method
 from lightning_tricks.core.replay.rerun import Start, undone
 from lightning_tricks.core.selection import is_called
+from lightning_tricks.core.weights.tensors import hidden_from_autograd
 
 TOLERANCE = 2e-3  # Relative, in fp32; TensorFloat32 rounds by less.
 Places = list[tuple[nn.Module, str]]  # Modules, and the names of their split layers.
@@ -30,8 +35,8 @@ def compare_at_first(module: nn.Module, layers: Mapping[nn.Module, ParallelStyle
 
     A module that counts heads, or cuts one layer's outputs into queries, keys and values, would compute something else
     with a part of the outputs, and nobody would notice. Left out are modules of transformers, whose code is written for
-    parts; the LightningModule itself, and modules with sharded blocks inside, which would be gathered; and layers whose
-    inputs or outputs are parts of the tokens.
+    parts; the LightningModule itself, whose own layers ``StepComparison`` compares; modules with sharded blocks inside,
+    which would be gathered; and layers whose inputs or outputs are parts of the tokens.
 
     Args:
         module: The sharded module.
@@ -86,6 +91,102 @@ class _Comparison:
                 _require_same(self._name, owner, self._places, args, kwargs, self._device)
 
 
+class StepComparison:
+    """Runs the first training step once more, with unsplit layers, and compares what layers with whole outputs give.
+
+    It is for what no module's forward pass can show: layers that are the LightningModule's own, and tokens that are
+    split from one module to the next. Weights are gathered layer by layer. Nothing is logged, and nothing is left of
+    either run in module and random numbers.
+
+    Args:
+        module: The sharded module.
+        layers: The layers that are split, with their styles.
+        device: The device that the module is on.
+    """
+
+    def __init__(
+        self, module: L.LightningModule, layers: Mapping[nn.Module, ParallelStyle], device: torch.device
+    ) -> None:
+        self._module, self._device = module, device
+        names = {layer: name for name, layer in module.named_modules()}
+        self._layers = {names[layer]: layer for layer in layers if [*layer.parameters(recurse=False)]}
+        self._whole = {name for name, layer in self._layers.items() if _gives_whole(layers[layer])}
+
+    @staticmethod
+    def is_due(module: L.LightningModule, layers: Mapping[nn.Module, ParallelStyle]) -> bool:
+        """Whether the LightningModule sees parts of features, or tokens are split."""
+        own = [layers[layer] for path, layer in module.named_modules() if layer in layers and not _owner(module, path)]
+        parts = any(_shards(style, "input_layouts") or _shards(style, "output_layouts") for style in own)
+        return module.automatic_optimization and (parts or any(map(_splits_tokens, layers.values())))
+
+    @torch.no_grad()
+    def run(self, *arguments: Any) -> None:
+        """Compare the outputs of a step.
+
+        Args:
+            arguments: Those of ``training_step``.
+
+        Raises:
+            MisconfigurationException: If a layer gives something else on any process.
+        """
+        error: Exception | None = None
+        self._outputs(arguments)  # in which modules compare themselves, and run their layers more often
+        ours = self._outputs(arguments)
+        try:
+            with ExitStack() as undo:
+                for layer in self._layers.values():
+                    undo.callback(wrap_method(layer, "forward", partial(_forward_whole, layer)))
+                    undo.enter_context(_without_hooks(layer))
+                theirs = self._outputs(arguments)
+            wrong = next((n for (n, a), (_, b) in zip(ours, theirs, strict=True) if _differ(a, b, TOLERANCE)), "")
+        except Exception as raised:  # It only runs with parts.
+            wrong, error = "training_step", raised
+        found: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(found, wrong)
+        if any(found):
+            kind = type(self._module).__name__.removeprefix("FSDP")
+            raise MisconfigurationException(
+                f"plan splits layers of {kind}, whose training step computes something else with parts of them (first"
+                f" seen in {next(filter(None, found))!r}): it counts heads, features or tokens, of"
+                " which a process has only some, or cuts one layer's outputs into several. Leave the number of heads"
+                " open, as in q.unflatten(-1, (-1, head_dim)), give queries, keys and values a layer each, add"
+                " positions before tokens are split, or leave these layers out of the plan."
+            ) from error
+
+    def _outputs(self, arguments: tuple[Any, ...]) -> list[tuple[str, Any]]:
+        """What layers with whole outputs give, in the order of their calls."""
+        outputs: list[tuple[str, Any]] = []
+        with ExitStack() as undo:
+            undo.enter_context(torch.autocast(self._device.type, enabled=False))
+            undo.enter_context(undone(Start.here(self._module, self._device, deep=True)))
+            undo.callback(wrap_method(self._module, "log", lambda original, *_, **__: None))
+            for name in self._whole:
+                note = partial(_note_output, outputs, name)
+                undo.callback(self._layers[name].register_forward_hook(note).remove)
+            self._module.eval()
+            self._module.training_step(*arguments)
+        return outputs
+
+
+def _note_output(outputs: list[tuple[str, Any]], name: str, layer: nn.Module, args: Any, output: Any) -> None:
+    outputs.append((name, output))
+
+
+def _forward_whole(layer: nn.Module, original: Any, *args: Any, **kwargs: Any) -> Any:
+    return _unsplit(layer)(*args, **kwargs)
+
+
+@contextmanager
+def _without_hooks(layer: nn.Module) -> Iterator[None]:
+    """Leave the hooks out that a layer has now."""
+    kept = layer._forward_pre_hooks, layer._forward_hooks
+    layer._forward_pre_hooks, layer._forward_hooks = type(kept[0])(), type(kept[1])()
+    try:
+        yield
+    finally:
+        layer._forward_pre_hooks, layer._forward_hooks = kept
+
+
 @torch.no_grad()
 def _require_same(name: str, owner: nn.Module, places: Places, args: Any, kwargs: Any, device: torch.device) -> None:
     start, forward = Start.here(owner, device, deep=True), type(owner).forward
@@ -93,7 +194,8 @@ def _require_same(name: str, owner: nn.Module, places: Places, args: Any, kwargs
     dtype = next(unsplit[0][2].parameters()).dtype
     args, kwargs = apply_to_collection((args, kwargs), Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x)
     error: Exception | None = None
-    with undone(start):
+    # The graph of the forward pass that has ended keeps buffers of BatchNorm, which end as they are.
+    with hidden_from_autograd([*owner.buffers()]), undone(start):
         owner.eval()
         ours = forward(owner, *args, **kwargs)
         for parent, key, layer in unsplit:
@@ -120,23 +222,36 @@ def _owners(module: nn.Module, layers: Mapping[nn.Module, ParallelStyle]) -> dic
     for path, layer in module.named_modules():
         if layer not in layers or layer in left_out or not any(True for _ in layer.parameters(recurse=False)):
             continue
-        *parents, key = path.split(".")
-        parent = module.get_submodule(".".join(parents))
-        # A ModuleList has layers and is never called: the module that calls them is further up.
-        while parents and not is_called(module.get_submodule(".".join(parents))):
-            parents.pop()
-        owner = module.get_submodule(".".join(parents))
+        parent, _, key = path.rpartition(".")
+        name = _owner(module, path)
+        owner = module.get_submodule(name)
         if (
-            parents
+            name
             and owner not in layers
             and not any(isinstance(inner, FSDPModule) for inner in owner.modules() if inner is not owner)
         ):
-            found.setdefault(".".join(parents), (owner, []))[1].append((parent, key))
+            found.setdefault(name, (owner, []))[1].append((module.get_submodule(parent), key))
     return {
         name: (owner, places)
         for name, (owner, places) in found.items()
         if not any(_splits_tokens(layers[parent.get_submodule(key)]) for parent, key in places)
     }
+
+
+def _owner(module: nn.Module, path: str) -> str:
+    """The name of the module that calls a layer; empty for the LightningModule."""
+    *parents, _ = path.split(".")
+    while parents and not is_called(module.get_submodule(".".join(parents))):
+        parents.pop()
+    return ".".join(parents)
+
+
+def _shards(style: ParallelStyle, layouts: str) -> bool:
+    return any(isinstance(layout, Shard) for layout in getattr(style, layouts, None) or ())
+
+
+def _gives_whole(style: ParallelStyle) -> bool:
+    return isinstance(style, ColwiseParallel | RowwiseParallel) and not _shards(style, "output_layouts")
 
 
 def _splits_tokens(style: ParallelStyle) -> bool:

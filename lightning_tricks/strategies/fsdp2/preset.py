@@ -25,7 +25,7 @@ from lightning_tricks.core.ranks import samples_differ_in
 from lightning_tricks.core.weights.fsdp2 import FSDP2
 from lightning_tricks.strategies.base import PresetPrecision
 from lightning_tricks.strategies.fsdp2.agreement import Agreement
-from lightning_tricks.strategies.fsdp2.comparison import compare_at_first
+from lightning_tricks.strategies.fsdp2.comparison import StepComparison, compare_at_first
 from lightning_tricks.strategies.fsdp2.plan import Plan, check_plan, planned_layers, require_split_among, split
 from lightning_tricks.strategies.fsdp2.sharded import ShardedPreset
 
@@ -60,6 +60,8 @@ class FSDP2Preset(ShardedPreset):
             ``torch.distributed.tensor.parallel``. By default the plan of the transformers model in the module.
         save_distributed_checkpoint: Whether a checkpoint is a folder of shards; otherwise it is one file, which any
             strategy can load.
+        async_save: Whether training goes on while the checkpoints of ``ModelCheckpoint`` are written, from a copy in
+            host memory; see ``docs/strategies.md``.
         process_group_backend: The backend of ``torch.distributed``; by default the accelerator's.
         timeout: The time limit of a collective operation.
 
@@ -89,6 +91,7 @@ class FSDP2Preset(ShardedPreset):
         tensor_parallel: int | Literal["node"] = 1,
         plan: Plan | None = None,
         save_distributed_checkpoint: bool = True,
+        async_save: bool = False,
         process_group_backend: str | None = None,
         timeout: timedelta = default_pg_timeout,
     ) -> None:
@@ -99,6 +102,7 @@ class FSDP2Preset(ShardedPreset):
             activation_checkpointing=activation_checkpointing,
             replicas=replicas,
             save_distributed_checkpoint=save_distributed_checkpoint,
+            async_save=async_save,
             process_group_backend=process_group_backend,
             timeout=timeout,
         )
@@ -116,6 +120,7 @@ class FSDP2Preset(ShardedPreset):
         self.tensor_parallel = tensor_parallel
         self.plan = plan
         self._agreement: Agreement | None = None  # Of tensor-parallel groups, if they have several processes.
+        self._comparison: StepComparison | None = None  # For the first step.
         self._left: dict[nn.Module, ParallelStyle] = {}  # The layers that are still to be split.
 
     # -- setup --------------------------------------------------------------------------------------------------------
@@ -157,6 +162,8 @@ class FSDP2Preset(ShardedPreset):
         super()._shard(module)
         if self._agreement is not None:
             compare_at_first(module, planned, self.root_device)
+            if StepComparison.is_due(module, planned):
+                self._comparison = StepComparison(module, planned, self.root_device)
 
     @override
     def _shard_group(self, group: nn.Module) -> None:
@@ -182,6 +189,14 @@ class FSDP2Preset(ShardedPreset):
         if self._agreement is not None and batch_idx == 0:
             self._agreement.share_random_numbers(self.root_device)
             self._agreement.require_same_batch(batch)
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        if self._comparison is not None:
+            comparison, self._comparison = self._comparison, None
+            with torch.no_grad():
+                self.root.run(partial(comparison.run, *args, **kwargs))
+        return super().training_step(*args, **kwargs)
 
     @override
     def post_backward(self, closure_loss: Tensor) -> None:

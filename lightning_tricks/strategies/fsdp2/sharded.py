@@ -29,7 +29,8 @@ from lightning_tricks.core.checks import check_bool, check_count, check_type
 from lightning_tricks.core.lightning.trainer import is_fitting
 from lightning_tricks.core.safe_load.damage import refuse_program
 from lightning_tricks.core.selection import check_patterns
-from lightning_tricks.strategies.atomic_folder import AtomicFolders
+from lightning_tricks.strategies.async_save import error_of
+from lightning_tricks.strategies.atomic_folder import AtomicFolders, Group
 from lightning_tricks.strategies.base import PresetPrecision, PresetStrategy
 from lightning_tricks.strategies.fsdp2.blocks import checkpoint_blocks, sharding_groups
 from lightning_tricks.strategies.fsdp2.checkpoint_files import full_state, load_module, load_optimizer
@@ -56,6 +57,7 @@ class ShardedPreset(AtomicFolders, PresetStrategy, ModelParallelStrategy):
         activation_checkpointing: bool,
         replicas: int | Literal["nodes"],
         save_distributed_checkpoint: bool,
+        async_save: bool,
         process_group_backend: str | None,
         timeout: timedelta,
     ) -> None:
@@ -78,6 +80,7 @@ class ShardedPreset(AtomicFolders, PresetStrategy, ModelParallelStrategy):
         self._loads_file = False
         super().__init__(
             precision=precision,
+            async_save=async_save,
             save_distributed_checkpoint=save_distributed_checkpoint,
             tensor_parallel_size=1,
             process_group_backend=process_group_backend,
@@ -234,9 +237,16 @@ class ShardedPreset(AtomicFolders, PresetStrategy, ModelParallelStrategy):
         return full_state(optimizer.state_dict(), keep=self.is_global_zero)
 
     @override
+    def _write(self, checkpoint: dict[str, Any], folder: Path, group: Group) -> BaseException | None:
+        from lightning_tricks.strategies.fsdp2.checkpoint_files import write_folder
+
+        return error_of(partial(write_folder, checkpoint, folder, group, with_rest=self.is_global_zero))
+
+    @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         from lightning_tricks.strategies.fsdp2.checkpoint_files import read_module, read_optimizer
 
+        self.finish_saving()
         path = Path(self.broadcast(checkpoint_path))
         self.require_complete(path)
         self._loads_file = path.is_file()

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from types import NoneType
-from typing import Any, final
+from typing import Any, Literal, final
 
 import lightning as L
 import torch
@@ -190,6 +190,7 @@ class ZeROPreset(AtomicFolders, PresetStrategy, DeepSpeedStrategy):
         load_full_weights: Whether ``ckpt_path`` is one file with full weights, saved by any strategy, instead of a
             folder of shards. Optimizer states are not resumed from such a file.
         exclude_frozen_parameters: Whether checkpoints leave out weights that are not trained.
+        async_save: Always False: DeepSpeed saves from the memory that training changes.
         process_group_backend: The backend of ``torch.distributed``; by default nccl on CUDA, gloo on a CPU.
         timeout: The time limit of a collective operation.
 
@@ -222,6 +223,7 @@ class ZeROPreset(AtomicFolders, PresetStrategy, DeepSpeedStrategy):
         config: dict[str, Any] | None = None,
         load_full_weights: bool = False,
         exclude_frozen_parameters: bool = False,
+        async_save: Literal[False] = False,
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
     ) -> None:
@@ -229,6 +231,11 @@ class ZeROPreset(AtomicFolders, PresetStrategy, DeepSpeedStrategy):
         check_type("nvme_path", nvme_path, str, NoneType)
         check_bool("load_full_weights", load_full_weights)
         check_bool("exclude_frozen_parameters", exclude_frozen_parameters)
+        if async_save:
+            raise ValueError(
+                "async_save=True writes copies of weights and optimizer states, got a ZeRO preset, whose checkpoints"
+                " DeepSpeed writes itself from the memory that training changes. Choose fsdp2_bf16, or leave it out."
+            )
         check_type("process_group_backend", process_group_backend, str, NoneType)
         check_type("timeout", timeout, timedelta, NoneType)
         self.stage, self.offload, self.nvme_path = stage, offload, nvme_path

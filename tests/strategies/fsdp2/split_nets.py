@@ -90,6 +90,78 @@ class Tied(Words):
         self.head.weight = self.embedding.weight
 
 
+OWN = {**ATTENTION, **HEAD, "up": "colwise", "down": "rowwise"}
+OWN_SEQUENCE = {
+    "embedding": "rowwise_sequence",
+    "^norm": "sequence_parallel",
+    "q_norm": "replicated_with_grad_allreduce",
+    "[qkv]$|up": "sequence_colwise",
+    "o$|down": "rowwise_sequence",
+    "head": "sequence_colwise_gather_output",
+}
+
+
+class Own(PlainNet):
+    """Every layer is the LightningModule's own, and runs in ``training_step`` itself; a weight without a layer, too."""
+
+    shape = (-1, 4)  # of heads
+
+    def __init__(self, lr: float = 0.01) -> None:
+        super().__init__(lr)
+        del self.layers
+        self.embedding, self.norm, self.q_norm = nn.Embedding(12, 16), nn.LayerNorm(16), nn.LayerNorm(4)
+        self.q, self.v, self.o = (nn.Linear(16, 16) for _ in range(3))
+        self.k = nn.Linear(16, 16, bias=False)
+        self.up, self.down, self.head = nn.Linear(16, 30), nn.Linear(30, 16), nn.Linear(16, 12, bias=False)
+        self.temperature = nn.Parameter(torch.ones(1))
+
+    def positions(self, x: Tensor) -> Tensor | float:
+        return 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embedding(_tokens(x))
+        x = x + self.positions(x)
+        q, k, v = (layer(self.norm(x)).unflatten(-1, self.shape) for layer in self.qkv)
+        heads = F.scaled_dot_product_attention(*(part.transpose(1, 2) for part in (self.q_norm(q), k, v)))
+        x = x + self.o(heads.transpose(1, 2).flatten(2))
+        return self.head(x + self.down(F.gelu(self.up(x)))).mean(1) * self.temperature
+
+    @property
+    def qkv(self) -> tuple[nn.Module, ...]:
+        return self.q, self.k, self.v
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = F.cross_entropy(self.forward(batch[0]), batch[1])  # calls no hooks of the module
+        self.log("train_loss", loss, on_step=False, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", F.cross_entropy(self.forward(batch[0]), batch[1]))
+
+    configure_optimizers = Words.configure_optimizers
+
+
+class OwnCounted(Own):
+    """Makes four heads of what a process has."""
+
+    shape = (4, -1)
+
+    def __init__(self, lr: float = 0.01) -> None:
+        super().__init__(lr)
+        self.q_norm = nn.Identity()
+
+
+class OwnPositions(Own):
+    """Adds the positions of the first tokens to those that a process has."""
+
+    def __init__(self, lr: float = 0.01) -> None:
+        super().__init__(lr)
+        self.register_buffer("table", torch.randn(8, 16))
+
+    def positions(self, x: Tensor) -> Tensor | float:
+        return self.table[: x.shape[1]]
+
+
 class Pretrained(Words):
     """A small model of transformers, with two heads of keys for four of queries."""
 

@@ -13,6 +13,7 @@ import lightning_tricks as lt
 from lightning_tricks.checkpoints.consolidate import consolidate
 from tests.nets import PlainNet, assert_close, build, weights
 from tests.ranks import run_ranks
+from tests.strategies.fsdp2.split_nets import Own
 from tests.strategies.fsdp2.test_preset import CLIPPED, SAMTransformer
 from tests.strategies.sharded import Manual, Transformer, local_bytes, one, resumed, two, whole
 
@@ -26,6 +27,9 @@ CASES: dict[str, tuple[type[PlainNet], dict[str, Any], dict[str, Any]]] = {  # m
     "sam": (SAMTransformer, NODES, {}),
     "EMA": (Transformer, NODES, {"callbacks": [lt.EMA(0.9)]}),
     "AutoClip": (Transformer, NODES, {"callbacks": [lt.AutoClip(10)]}),
+    "own layers": (Own, NODES, CLIPPED),
+    "own layers, SAM and EMA": (Own, NODES, {"callbacks": [lt.SAMCallback(0.05), lt.EMA(0.9)]}),
+    "own layers, LoRA": (Own, NODES, {"callbacks": [lt.LoRA("[qkv]$"), lt.EMA(0.9)]}),
 }
 
 

@@ -28,9 +28,14 @@ from tests.ranks import Cases, run_cases, run_ranks
 from tests.strategies.fsdp2.split_nets import (
     ATTENTION,
     HAND,
+    OWN,
+    OWN_SEQUENCE,
     SEQUENCE,
     Attention,
     Gemma,
+    Own,
+    OwnCounted,
+    OwnPositions,
     Pretrained,
     Qwen,
     Tied,
@@ -46,6 +51,10 @@ PLANNED = {"plan": HAND}
 
 
 class SAMWords(lt.SAMMixin, Words):
+    sam = lt.SAM(0.05)
+
+
+class SAMOwn(lt.SAMMixin, Own):
     sam = lt.SAM(0.05)
 
 
@@ -122,8 +131,13 @@ CASES: dict[str, Case] = {  # module, of the preset, of the Trainer
     "SWA": (Words, PLANNED, tricks(lambda: lt.SWA(0.5))),
     "SkipNonFinite": (Words, PLANNED, tricks(lt.SkipNonFinite)),
     "info_nce": (Pairs, PLANNED, dict),
+    "own layers": (Own, {"plan": OWN}, lambda: CLIPPED),
+    "own layers, sequence": (Own, {"plan": OWN_SEQUENCE}, lambda: CLIPPED),
+    "own layers, sam": (SAMOwn, {"plan": OWN}, tricks(lambda: lt.EMA(0.9))),
+    "own layers, AutoClip": (Own, {"plan": OWN}, tricks(lambda: lt.AutoClip(10), lambda: lt.EMA(0.9))),
+    "own layers, bf16": (Own, {"plan": OWN, "precision": "bf16-mixed"}, lambda: CLIPPED),
 }
-QUICK = ("clipped", "sequence")
+QUICK = ("clipped", "sequence", "own layers", "own layers, sequence")
 
 
 def ended(case: str) -> dict[str, Any]:
@@ -227,6 +241,18 @@ REFUSED: dict[str, tuple[type[PlainNet], dict[str, Any], Callable[[], dict[str, 
         PLANNED,
         dict,
         "layers of 'blocks.0.attention' .Packed., .* cuts one layer's outputs",
+    ),
+    "own heads": (
+        OwnCounted,
+        {"plan": {pattern: style for pattern, style in OWN.items() if pattern != "q_norm"}},
+        dict,
+        "layers of OwnCounted, whose training step computes something else with parts of them .first seen in 'o'",
+    ),
+    "own positions": (
+        OwnPositions,
+        {"plan": OWN_SEQUENCE},
+        dict,
+        "layers of OwnPositions, whose training step computes something else .* in 'head'.*: it counts",
     ),
     "batches": (Words, PLANNED, every_rank, "computes one batch on several processes, got different ones"),
     "tokens": (Seven, {"plan": SEQUENCE}, dict, "got 7 tokens in dimension 1 of the output of Embedding"),
