@@ -190,7 +190,9 @@ def test_the_pictures_are_small_have_a_text_and_are_all_shown() -> None:
     shown = [picture for path in PAGES.glob("*.md") for picture in re.findall(r"!\[(.*?)\]\((.*?)\)", path.read_text())]
     links = {link for _, link in shown if "/" not in link}
     links |= {
-        name for page in PAGES.parent.glob("*.md") for name in re.findall(r"\(tricks/(\w+\.svg)\)", page.read_text())
+        name
+        for page in (*PAGES.parent.glob("*.md"), *PAGES.parent.glob("integrations/*.md"))
+        for name in re.findall(r"\((?:\.\./)?tricks/(\w+\.svg)\)", page.read_text())
     }
     assert links == {path.name for path in PAGES.glob("*.svg")}
     assert all(len(text) > 40 for text, _ in shown)
