@@ -303,12 +303,12 @@ def dashboard(figure: Any) -> None:
     callbacks = [
         lt.EMA(0.99),
         lt.AutoClip(),
-        lt.GradientStats(every_n_steps=6),
+        lt.GradientStats(every_n_steps=8),
         lt.LRSchedule("cosine", warmup=0.1),
         LearningRateMonitor("step"),
     ]
     with TemporaryDirectory() as folder:
-        trainer = L.Trainer(max_epochs=6, callbacks=callbacks, logger=CSVLogger(folder), log_every_n_steps=6, **QUIET)
+        trainer = L.Trainer(max_epochs=6, callbacks=callbacks, logger=CSVLogger(folder), log_every_n_steps=8, **QUIET)
         trainer.fit(Swept(), *loaders())
         with open(Path(str(trainer.log_dir)) / "metrics.csv") as file:
             rows = [*csv.DictReader(file)]
