@@ -56,7 +56,8 @@ EXTRAS = {
     "text,lora,8bit,vision": ["transfer"],
     "evaluation": ["tricks/cross_validate", "tricks/LabelErrors", "evaluation", "contrastive"],
     "pretrained": ["python benchmarks/finetune.py --reduced"],
-    "deepspeed": ["choose", "strategies", "scaling", "why_different"],
+    "deepspeed": ["choose", "scaling", "why_different"],
+    "deepspeed,text": ["strategies"],
     "ray": [f"python -c {shlex.quote(RAY)}"],
     "notebooks": ["integrations/jupyter"],
     "notebooks,cli": ["python repository/.ci/notebooks.py 1_quick_start"],
@@ -151,10 +152,10 @@ def test_an_extra_alone_is_all_that_its_pages_need(
     run(*pip, f"lightning-tricks[{extras}] @ {wheel.as_uri()}", folder=tmp_path, environment=environment)
     if next((tmp_path / "env" / "lib").glob("*/site-packages/torchvision"), None):
         run(python, ROOT / ".ci" / "torchvision_cpu.py", folder=tmp_path, environment=environment)
-    for name, source in {"tests": ROOT / "tests", "benchmarks": clone / "benchmarks", "repository": clone}.items():
+    for name, source in {"tests": ROOT / "tests", "benchmarks": clone / "benchmarks"}.items():
         (tmp_path / name).symlink_to(source)
     for each in EXTRAS[extras]:
-        words = shlex.split(each)
+        words = shlex.split(each.replace("repository", str(clone)))
         if words[0] == "lightning-tricks":
             words = ["python", "-m", "lightning_tricks_cli.main", *words[1:]]
         elif words[0] != "python":
