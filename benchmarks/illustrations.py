@@ -7,9 +7,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import illustrated_fits
 import lightning as L
 import torch
 import torch.nn.functional as F
+from picture_parts import GREY, OURS, PLAIN, WARM, bare, digits, network, train
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -28,15 +30,6 @@ from lightning_tricks.functional import (
 )
 
 FOLDER = Path(__file__).parent.parent / "docs" / "tricks"
-PLAIN, OURS, GREY, WARM = "#9ca3af", "#7c3aed", "#d1d5db", "#ea580c"
-
-
-def digits() -> tuple[Tensor, Tensor]:
-    """The images (N, 64) of scikit-learn in [0, 1], and their labels."""
-    from sklearn.datasets import load_digits
-
-    x, y = load_digits(return_X_y=True)
-    return torch.tensor(x, dtype=torch.float32) / 16, torch.tensor(y)
 
 
 def photograph() -> Tensor:
@@ -47,22 +40,11 @@ def photograph() -> Tensor:
     return F.interpolate(rgb.mean(1, keepdim=True), size=64, mode="bilinear", antialias=True)
 
 
-def network() -> nn.Sequential:
-    """A small network for the digits."""
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
-
-
 def _images(figure: Any, images: dict[str, Tensor]) -> None:
     for axis, (title, image) in zip(figure.subplots(1, len(images)), images.items(), strict=True):
         axis.imshow(image.squeeze().numpy(), cmap="gray", vmin=0, vmax=1, interpolation="none")
         axis.set_title(title)
         axis.set_axis_off()
-
-
-def _bare(*axes: Any) -> None:
-    for axis in axes:
-        axis.spines[["top", "right"]].set_visible(False)
 
 
 def mixed(figure: Any) -> None:
@@ -164,7 +146,7 @@ def batches(figure: Any) -> None:
     axis.set_xlabel("epoch")
     axis.set_title("samples in an optimizer step: BatchSizeWarmup(1, final=8, over=0.5), loader of 32")
     axis.set_ylim(0, 280)
-    _bare(axis)
+    bare(axis)
 
 
 def lengths(figure: Any) -> None:
@@ -179,7 +161,7 @@ def lengths(figure: Any) -> None:
         axis.set_title(title)
         axis.set_ylim(0)
         axis.set_xlabel("share of training")
-    _bare(*axes)
+    bare(*axes)
 
 
 def averaged(figure: Any) -> None:
@@ -232,13 +214,13 @@ def flat(figure: Any) -> None:
     axis.legend(frameon=False, loc="lower left")
     axis.set_xlabel("weight; dots: the minima of both")
     axis.set_yticks([])
-    _bare(axis)
+    bare(axis)
 
 
 def rounded(figure: Any) -> None:
     """The weights of a trained layer, and what they are with 4 bits."""
     net = network()
-    _train(net)
+    train(net)
     before = net[0].weight.detach().clone()
     after = lt.quantize(net, "int4")[0].weight.dequantize()
     axes, limits = figure.subplots(1, 2, sharex=True), (before[0].min().item(), before[0].max().item())
@@ -247,26 +229,12 @@ def rounded(figure: Any) -> None:
         axis.set_title(f"{title}: {len(weights.unique())} values")
         axis.set_xlabel("weight")
         axis.set_yticks([])
-    _bare(*axes)
-
-
-def _train(net: nn.Sequential, y: Tensor | None = None, epochs: int = 4) -> list[Tensor]:
-    """Train on the digits; the norms of the gradients."""
-    x, labels = digits()
-    optimizer, norms = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9), []
-    order = torch.Generator().manual_seed(0)
-    for _ in range(epochs):
-        for index in torch.randperm(len(x), generator=order).split(32):
-            optimizer.zero_grad()
-            F.cross_entropy(net(x[index]), (labels if y is None else y)[index]).backward()
-            norms.append(torch.nn.utils.get_total_norm([weight.grad for weight in net.parameters()]))
-            optimizer.step()
-    return norms
+    bare(*axes)
 
 
 def clipped(figure: Any) -> None:
     """Norms of gradients in a training on digits, and AutoClip's threshold."""
-    norms = torch.stack(_train(network()))
+    norms = torch.stack(train(network()))
     limits = [clip_value(norms[: step + 1], 10) for step in range(len(norms))]
     axis = figure.subplots()
     axis.plot(norms.numpy(), color=PLAIN, linewidth=0.8, label="norm of the gradient")
@@ -274,7 +242,7 @@ def clipped(figure: Any) -> None:
     axis.set_xlabel("optimizer step")
     axis.set_yscale("log")
     axis.legend(frameon=False)
-    _bare(axis)
+    bare(axis)
 
 
 def filtered(figure: Any) -> None:
@@ -284,7 +252,7 @@ def filtered(figure: Any) -> None:
     wrong = torch.rand(len(y), generator=generator) < 0.4
     labels = torch.where(wrong, (y + torch.randint(1, 10, y.shape, generator=generator)) % 10, y)
     net = network()
-    _train(net, labels)
+    train(net, labels)
     losses = F.cross_entropy(net(x), labels, reduction="none").detach()
     axis = figure.subplots()
     axis.hist(
@@ -303,7 +271,7 @@ def filtered(figure: Any) -> None:
     axis.set_xlabel("loss of a sample after four epochs, digits with 40% wrong labels")
     axis.set_yticks([])
     axis.legend(frameon=False)
-    _bare(axis)
+    bare(axis)
 
 
 def padded(figure: Any) -> None:
@@ -326,7 +294,7 @@ def padded(figure: Any) -> None:
         axis.set_title(f"{title}: {1 - used / held:.0%} is padding")
         axis.set_xlabel("tokens; six batches of 16")
         axis.set_yticks([])
-    _bare(*axes)
+    bare(*axes)
 
 
 def weighted(figure: Any) -> None:
@@ -341,7 +309,7 @@ def weighted(figure: Any) -> None:
     axis.set_title("weight of the loss of a predicted noise")
     axis.set_ylim(0, 1.08)
     axis.legend(frameon=False)
-    _bare(axis)
+    bare(axis)
 
 
 def replanned(figure: Any) -> None:
@@ -359,7 +327,7 @@ def replanned(figure: Any) -> None:
     axis.set_xlabel("epochs")
     axis.set_title("learning rate of lt.cosine, resumed after two epochs")
     axis.legend(frameon=False)
-    _bare(axis)
+    bare(axis)
 
 
 def _rates(
@@ -421,6 +389,7 @@ PICTURES: dict[str, tuple[Callable[[Any], None], tuple[float, float]]] = {
     "padded": (padded, (8, 2.6)),
     "weighted": (weighted, (7, 2.2)),
     "replanned": (replanned, (7, 2.4)),
+    **illustrated_fits.PICTURES,
 }  # How each is drawn, and its size in inches.
 
 

@@ -69,7 +69,8 @@ if __name__ == "__main__":
     if (quality_report.RESULTS / "finetune.json").exists():
         finetune.renew(evidence.result("finetune"))
     quality_report.draw(quality_report.PICTURE, evidence.result("quality"))
-    forest.draw(forest.PICTURE, evidence.result("quality"))
+    for picture in forest.SCHEMES:
+        forest.draw(quality_report.RESULTS / picture, evidence.result("quality"))
     curves.draw(curves.PICTURE)
     for picture in ema_curve.SCHEMES:
         ema_curve.draw(ema_curve.DOCS / picture, evidence.result("ema_curve"))

@@ -7,87 +7,28 @@ import re
 import warnings
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
-import torch.nn.functional as F
 import yaml
 from lightning.pytorch.cli import LightningCLI
-from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_tricks as lt
 from lightning_tricks_cli.cards import FOLDER, card, cards, every_name, row_of
 from lightning_tricks_cli.catalogue import CATALOGUE, Row, row_in
 from lightning_tricks_cli.logged import LOGGED
+from tests.given import of_cards
 from tests.public import PUBLIC
 
 ROOT = Path(__file__).parent.parent
 PAGES = ROOT / "docs" / "tricks"
 SLOW = {"compare", "Compile", "LoRA", "QAT", "environment_report"}  # several fits, a compiler, imports of seconds
-TEXTS = [torch.randint(1, 100, (length,)) for length in (3, 9, 4, 12) * 8]
-
-
-class Model(nn.Module):
-    """What the head of docs/tricks/README.md says: a stem, blocks and a head."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Conv2d(3, 16, 3, padding=1)
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Conv2d(16, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU()) for _ in range(2)
-        )
-        self.head = nn.Linear(16, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x)
-        for block in self.blocks:
-            x = x + block(x)
-        return self.head(x.mean((-2, -1)))
-
-
-class Net(L.LightningModule):
-    """A stock module."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = Model()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.model(x)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return F.cross_entropy(self(batch[0]), batch[1])
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("val_loss", F.cross_entropy(self(batch[0]), batch[1]))
-
-    def test_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("test_loss", F.cross_entropy(self(batch[0]), batch[1]))
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.01, momentum=0.9)
 
 
 def blocks(name: str, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", (FOLDER / f"{name}.md").read_text(), re.S | re.M)
-
-
-def namespace() -> dict[str, Any]:
-    """What the cards take as given; a Trainer of theirs is short and quiet."""
-    short: dict[str, Any] = {"max_epochs": 1, "limit_train_batches": 2, "limit_val_batches": 1, "accelerator": "cpu"}
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-    lightning = SimpleNamespace(**vars(L))
-    lightning.Trainer = lambda **given: L.Trainer(**{**short, **quiet, **given})
-    data = TensorDataset(torch.randn(16, 3, 16, 16), torch.arange(16) % 2)
-    loader = DataLoader(data, batch_size=8)
-    given = {"L": lightning, "lt": lt, "torch": torch, "nn": nn, "F": F, "DataLoader": DataLoader}
-    mine = {"Net": Net, "net": Net(), "data": data, "loader": loader, "batch": next(iter(loader))}
-    mine |= dict.fromkeys(("train_loader", "val_loader", "test_loader"), loader)
-    return {**given, **mine, "texts": TEXTS, "padded": nn.utils.rnn.pad_sequence}
 
 
 @pytest.mark.parametrize("name", [name for name in cards() if name not in SLOW])
@@ -106,7 +47,7 @@ def test_the_dear_code_of_a_card_runs(name: str, tmp_path: Path, monkeypatch: py
 def run(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
     precision = torch.get_float32_matmul_precision()
-    given = namespace()
+    given = of_cards()
     try:
         for code in blocks(name, "python"):
             exec(compile(code, f"{name}.md", "exec"), given)
@@ -224,8 +165,10 @@ def test_the_pictures_that_make_tables_draws_are_current(tmp_path: Path, monkeyp
     evidence, quality_report, forest, curves, ema_curve, illustrations, card_forest = (
         part(name, monkeypatch) for name in names
     )
+    quality = evidence.result("quality")
     for picture, draw in (
-        *((each.PICTURE, partial(each.draw, result=evidence.result("quality"))) for each in (quality_report, forest)),
+        (quality_report.PICTURE, partial(quality_report.draw, result=quality)),
+        *((quality_report.RESULTS / name, partial(forest.draw, result=quality)) for name in forest.SCHEMES),
         (curves.PICTURE, curves.draw),
         *(
             (ema_curve.DOCS / name, partial(ema_curve.draw, result=evidence.result("ema_curve")))
@@ -247,7 +190,9 @@ def test_the_pictures_are_small_have_a_text_and_are_all_shown() -> None:
     shown = [picture for path in PAGES.glob("*.md") for picture in re.findall(r"!\[(.*?)\]\((.*?)\)", path.read_text())]
     links = {link for _, link in shown if "/" not in link}
     links |= {
-        name for page in PAGES.parent.glob("*.md") for name in re.findall(r"\(tricks/(\w+\.svg)\)", page.read_text())
+        name
+        for page in (*PAGES.parent.glob("*.md"), *PAGES.parent.glob("integrations/*.md"))
+        for name in re.findall(r"\((?:\.\./)?tricks/(\w+\.svg)\)", page.read_text())
     }
     assert links == {path.name for path in PAGES.glob("*.svg")}
     assert all(len(text) > 40 for text, _ in shown)

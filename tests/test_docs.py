@@ -13,7 +13,6 @@ import re
 import shlex
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -32,7 +31,7 @@ from torchvision.transforms import v2
 import lightning_tricks as lt
 from lightning_tricks.core.install import SOURCE
 from lightning_tricks_cli.main import parser
-from tests.nets import PlainNet, data
+from tests.given import of_pages
 from tests.public import KINDS
 
 ROOT = Path(__file__).parent.parent
@@ -174,13 +173,11 @@ def test_the_code_of_a_page_runs_and_prints_the_figures_beside_it(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)
-    here = partial(L.Trainer, accelerator="cpu", logger=False)
     starts = multiprocessing.get_start_method(allow_none=True)
     multiprocessing.set_start_method("fork", force=True)  # what is executed here is in no module that workers import
     write_files(page)
     try:
-        yours = {"net": PlainNet(), "batch": data(4)[:], "loader": torch.utils.data.DataLoader(data(8), 4)}
-        exec("\n".join(blocks(page, "python")), {"lt": lt, "L": L, "Trainer": here, "torch": torch, **yours})
+        exec("\n".join(blocks(page, "python")), of_pages())
     finally:
         multiprocessing.set_start_method(starts, force=True)
         torch.use_deterministic_algorithms(False)  # which Trainer(deterministic=True) sets for the process

@@ -153,6 +153,32 @@ def test_what_faster_settings_of_the_trainer_save() -> None:
     assert f"they save {saved:.2f} of {step:.2f} ms on a CPU, where ``self.log`` takes {logs:.2f}" in told
 
 
+def test_the_figures_of_the_checklist_of_speed() -> None:
+    """Those of others have a link beside them."""
+    speed, freezing, lean, lengths = (of_cost(name) for name in ("speed", "networks", "lean_loss", "length_buckets"))
+    over, step = "over a default Trainer's step", speed["a Trainer's step", "default"]["median"]
+    logs, bar = (-speed[over, what]["median"] for what in ("default, without self.log", "no progress bar"))
+    vit = "vit_tiny_patch16_224"
+    kept = [speed[f"checkpointing, kept for backward, {vit}", what]["median"] for what in ("full", "plain")]
+    slower = [speed[f"checkpointing, step, {net}", "full"]["over_floor"] for net in ("resnet18", vit)]
+    last = [row["over_floor"] for (case, what), row in speed.items() if what == "ChannelsLast" and "fp32" in case]
+    padding = [lengths["padding", what]["median"] for what in ("lightning_tricks LengthBuckets", "shuffled")]
+    epoch = lengths["epoch", "lightning_tricks LengthBuckets"]["over_floor"]
+    peak = [lean["peak memory, head and loss", what]["median"] for what in ("lightning_tricks", "with logits")]
+    page = (DOCS / "speed.md").read_text()
+    for told in (
+        f"`self.log` took {logs / 1000:.2f} ms of a step of {step / 1000:.2f} ms,",
+        f"and no progress bar saved {bar / 1000:.2f}",
+        "{:.1f} in place of {:.1f} MiB for a ViT-Tiny (ours)".format(*kept),
+        "{:.0f} to {:.0f}% of the time".format(*(100 * (time - 1) for time in slower)),
+        f"{min(last):.2f} to {max(last):.2f} of a step in fp32",
+        "{:.0f}% padding in place of {:.0f}%, {:.2f} of the time".format(*padding, epoch),
+        "{:.0f} in place of {:.0f} MiB (ours)".format(*peak),
+        f"({freezing[f'step, {vit}', FREEZING]['over_floor']:.2f} of a step with half of a ViT stopped, ours)",
+    ):
+        assert told in page
+
+
 def test_the_command_and_the_recipe_say_the_same_of_clean_labels() -> None:
     """That of the recipe is compared with the results in test_readme."""
     command = (ROOT / "lightning_tricks_cli" / "commands" / "recommend.py").read_text()

@@ -138,6 +138,18 @@ def test_a_workflow_runs_what_there_is_with_few_rights(path: Path) -> None:
     assert all(job["timeout-minutes"] for job in found["jobs"].values())
 
 
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
+def test_actions_are_pinned_by_commit_and_keep_no_credentials_but_to_push(path: Path) -> None:
+    """A tag of an action can be moved, a commit cannot; the version beside it is what dependabot reads and renews."""
+    used = re.findall(r"\buses: *(.*)", path.read_text())
+    assert used
+    assert not [each for each in used if not re.fullmatch(r"[\w.-]+/[\w./-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+", each)]
+    steps = [step for job in workflow(path.stem)["jobs"].values() for step in job["steps"]]
+    fetched = [step for step in steps if "actions/checkout@" in step.get("uses", "")]
+    kept = [step.get("with", {}).get("persist-credentials", True) for step in fetched]
+    assert set(kept) <= {path.stem == "docs"}
+
+
 def test_a_release_is_built_tried_and_published_without_a_password() -> None:
     jobs = workflow("release")["jobs"]
     assert (jobs["try"]["needs"], jobs["publish"]["needs"], jobs["announce"]["needs"]) == (

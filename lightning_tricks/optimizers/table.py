@@ -59,7 +59,8 @@ class Row:
     Args:
         name: The name that ``optimizer()`` takes.
         path: The module and the class.
-        bytes: Bytes of state for an fp32 weight; those of a large square matrix where they depend on shapes.
+        bytes: Bytes of state for an fp32 weight; where they depend on shapes, those of a ViT-small of two blocks,
+            as ``python benchmarks/run.py optimizers`` measured them.
         use: When to take it.
         by_shape: Whether the bytes depend on the weights' shapes.
         zero: Whether two ranks under DeepSpeed ZeRO equal one process, which cuts weights anywhere.
@@ -153,7 +154,7 @@ _ROWS = (
     Row(
         "adafactor",
         "torch.optim.Adafactor",
-        0.02,
+        0.059,
         "a large model in little memory",
         by_shape=True,
         zero=False,
@@ -169,7 +170,7 @@ _ROWS = (
     Row(
         "muon",
         "timm.optim.Muon",
-        4,
+        4.4,
         "training from scratch at AdamW's lr: hidden weights, orthogonalized; AdamW (8 bytes) for the rest",
         by_shape=True,
         zero=False,
@@ -180,7 +181,7 @@ _ROWS = (
     Row(
         "galore",
         "pytorch_optimizer.GaLore",
-        8,
+        4,
         "states in a low rank: rank=128",
         by_shape=True,
         zero=False,
@@ -204,7 +205,7 @@ _ROWS = (
         fsdp2=False,
         lookahead=False,
     ),
-    Row("soap", "pytorch_optimizer.SOAP", 24, "Shampoo's basis for Adam", by_shape=True, zero=False, fsdp2=False),
+    Row("soap", "pytorch_optimizer.SOAP", 36, "Shampoo's basis for Adam", by_shape=True, zero=False, fsdp2=False),
     Row("stableadamw", "pytorch_optimizer.StableAdamW", 8, "AdamW without spikes", zero=False, fsdp2=False),
     Row(
         "schedulefree_adamw",
@@ -290,8 +291,9 @@ def optimizers() -> list[dict[str, Any]]:
     All resume exactly, and equal a plain loop with accumulated gradients, under fp16's scaler and under DDP.
 
     Returns:
-        A row for each: its name, library and extra to install, bytes of state for an fp32 weight, whether two ranks
-        equal one process under FSDP2 and under ZeRO, and when to take it.
+        A row for each: its name, library and extra to install, bytes of state for an fp32 weight, whether they depend
+        on the weights' shapes (then they are those of a ViT-small), whether two ranks equal one process under FSDP2
+        and under ZeRO, and when to take it.
 
     Example:
         >>> [row["name"] for row in optimizers() if row["extra"] == ""][:4]
@@ -303,6 +305,7 @@ def optimizers() -> list[dict[str, Any]]:
             "library": f"timm, {row.library}" if row.is_lookahead else row.library,
             "extra": row.extra,
             "bytes": row.bytes,
+            "by_shape": row.by_shape,
             "fsdp2": row.fsdp2,
             "zero": row.zero,
             "use": row.use,

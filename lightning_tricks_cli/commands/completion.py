@@ -82,15 +82,21 @@ def _for_fish(main_parser: argparse.ArgumentParser) -> str:
     for name in METHODS:
         for flag in _lightning_flags(names):
             commands[name].add_argument(flag, choices=values.get(flag))
+    for short in _subparsers(main_parser)._choices_actions:  # shtab cuts a description to a line
+        commands[short.dest].description = short.help
     (word,) = (action for action in commands["tricks"]._actions if action.dest == "words")
     word.choices = _tricks()
     script: str = shtab.complete(main_parser, "fish")
     return script
 
 
-def _commands(main_parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+def _subparsers(main_parser: argparse.ArgumentParser) -> argparse._SubParsersAction[argparse.ArgumentParser]:
     (commands,) = (action for action in main_parser._actions if isinstance(action, argparse._SubParsersAction))
-    return dict(commands.choices)
+    return commands
+
+
+def _commands(main_parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+    return dict(_subparsers(main_parser).choices)
 
 
 def _lightning_flags(names: dict[str, Any]) -> list[str]:

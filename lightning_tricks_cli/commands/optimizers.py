@@ -14,7 +14,8 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         "optimizers",
         help="list the optimizers by name and when to use them",
         description='List the names for lightning_tricks.optimizer("NAME", module, lr): the library of each, the bytes'
-        " of its states for an fp32 weight, where it is refused, and when to use it.",
+        " of its states for an fp32 weight (with ~ they depend on the weights' shapes, and are those of a ViT-small),"
+        " where it is refused, and when to use it.",
         epilog="example: lightning-tricks optimizers",
     )
     optimizers.set_defaults(run=run)
@@ -30,5 +31,6 @@ def run(options: argparse.Namespace) -> None:
     cells = []
     for row in rows:
         refused = " ".join(engine for engine in ("fsdp2", "zero") if not row[engine])
-        cells.append([row["name"], row["library"], f"{row['bytes']:g}", refused, row["use"]])
+        size = f"{'~' if row['by_shape'] else ''}{row['bytes']:g}"
+        cells.append([row["name"], row["library"], size, refused, row["use"]])
     print_table(("name", "library", "bytes", "refused", "when"), cells)

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -17,7 +18,7 @@ import lightning_tricks as lt
 from lightning_tricks.core.install import pip_install
 from lightning_tricks_cli.catalogue import CATALOGUE
 from lightning_tricks_cli.commands.plot_schedule import CURVES
-from lightning_tricks_cli.main import main
+from lightning_tricks_cli.main import main, parser
 from tests.cli.test_main import COMMANDS
 
 ROOT = Path(__file__).parents[2]
@@ -95,6 +96,19 @@ IN_FISH: dict[str, set[str]] = {
     "export a.ckpt --st": {"--strip-prefix"},
     "recommend --problem m": {"memory", "many-devices"},
 }
+
+
+def test_what_fish_shows_of_a_command_is_its_line_of_help_and_nothing_is_cut(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["completion", "fish"]) == 0
+    shown = {}
+    for line in capsys.readouterr().out.splitlines():
+        words = shlex.split(line) if line.startswith("complete ") else []
+        if "-a" in words and "-d" in words:
+            shown[words[words.index("-a") + 1]] = words[words.index("-d") + 1]
+    commands = parser()._subparsers._group_actions[0]._choices_actions
+    assert shown.items() >= {action.dest: action.help for action in commands}.items()
 
 
 @pytest.mark.skipif(shutil.which("fish") is None, reason="there is no fish")

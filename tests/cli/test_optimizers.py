@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,15 @@ def test_it_is_readable_at_80_columns(monkeypatch: pytest.MonkeyPatch, capsys: p
     assert err == ""
     assert max(map(len, out.splitlines())) <= 80
     assert all(row["name"] in out for row in lt.optimizers())
+    assert re.search(r"^adafactor +torch +~0\.059 ", out, re.MULTILINE)
+
+
+def test_bytes_that_depend_on_shapes_are_those_that_were_measured() -> None:
+    figures = json.loads((BENCHMARKS / "results" / "optimizers.json").read_text())["rows"]
+    measured = {row["what"]: float(f"{row['median']:.2g}") for row in figures if row["unit"] == "bytes"}
+    shaped = {row["name"]: row["bytes"] for row in lt.optimizers() if row["by_shape"]}
+    assert shaped == {name: measured[name] for name in shaped}
+    assert len(shaped) == 4
 
 
 def test_the_page_has_the_table(monkeypatch: Any) -> None:

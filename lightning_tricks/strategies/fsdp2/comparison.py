@@ -241,6 +241,7 @@ def _owners(module: nn.Module, layers: Mapping[nn.Module, ParallelStyle]) -> dic
 def _owner(module: nn.Module, path: str) -> str:
     """The name of the module that calls a layer; empty for the LightningModule."""
     *parents, _ = path.split(".")
+    # A ModuleList has layers and is never called: the module that calls them is further up.
     while parents and not is_called(module.get_submodule(".".join(parents))):
         parents.pop()
     return ".".join(parents)
