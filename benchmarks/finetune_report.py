@@ -21,7 +21,7 @@ def told(rows: Sequence[dict[str, Any]]) -> str:
     parts = [f"Plain training has {plain['mean']:.1f} ± {plain['std']:.1f}."]
     for kind, words in KINDS.items():
         names = [f"{row['trick']} {interval(row['gain'])}" for row in others if sign(row["gain"]) == kind]
-        parts.append(f"{words}: {', '.join(names) or 'none'}.")
+        parts.append(f"{words}: {'; '.join(names) or 'none'}.")
     return " ".join(parts)
 
 
@@ -54,7 +54,7 @@ def section(made: dict[str, Any], title: str, scale: str, points: str = ACCURACY
             f"`python benchmarks/{name}.py`: {scale}. {points}, the mean and standard deviation of plain training, and"
             " differences from it with 95% intervals; bold where the interval leaves out 0.",
             "\n".join(f"- **{regime}.** {told(rows)}" for regime, rows in groups.items()),
-            *([f"Not measured yet: {', '.join(missing)}."] if missing else []),
+            *([f"Not measured yet: {'; '.join(missing)}."] if missing else []),
             f"![Curves of training, and gains over plain training with 95% intervals](results/{name}.svg)",
             f"<details>\n<summary>All figures</summary>\n\n{measured_on(made['machines'])}",
             *(f"{regime}:\n\n{table(rows)}" for regime, rows in groups.items()),

@@ -214,13 +214,16 @@ def cost_rows(made: Mapping[str, list[Any]], metric: str) -> list[Row]:
 
 
 def measured_on(machines: Sequence[Mapping[str, Any]]) -> str:
-    """The machines and versions, with the contenders of each if they differ; how busy they were is left out."""
+    """The machines and versions, with the contenders of each if they differ, and whether other work ran beside."""
     found: dict[str, list[str]] = {}
     for line in machines:
         words = ", ".join(f"{key} {value}" for key, value in line.items() if key not in ("trick", "regime", "load"))
         found.setdefault(words, []).append(line["trick"])
     told = [words if len(found) == 1 else f"{', '.join(dict.fromkeys(of))} on {words}" for words, of in found.items()]
-    return f"Measured on: {'; '.join(told)}."
+    busiest = max(machines, key=lambda line: line["load"][0] / line["cores"])
+    load, cores = busiest["load"][0], busiest["cores"]
+    busy = f" Other work ran beside (a load of {load:.0f} on {cores} cores): the times tell little." * (load > cores)
+    return f"Measured on: {'; '.join(told)}.{busy}"
 
 
 def table(found: Sequence[dict[str, Any]]) -> str:

@@ -85,7 +85,7 @@ def test_tricks_are_measured(
     assert text.count(f"\n\n{regime}:\n\n|") == 1
     assert all(f"\n|{name}|" in text for name in chosen)
     assert all(re.search(rf" {re.escape(name)} \*{{0,2}}[+-]\d", text) for name in chosen if name != "plain")
-    assert ("Not measured yet: plain, twice the steps, cosine," in text) == bool(names)
+    assert ("Not measured yet: plain, twice the steps; cosine;" in text) == bool(names)
     finetune.finetune_report.draw(tmp_path / "picture.svg", made)
     assert (tmp_path / "picture.svg").read_text().startswith("<?xml")
 
