@@ -98,8 +98,7 @@ def draw(path: Path, made: dict[str, Any]) -> None:
         right.plot([gain["low"], gain["high"]], [height, height], color=colour, linewidth=1.6)
         right.plot(gain["points"], height, "o", color=colour, ms=4)
     right.axvline(0, color="#999999", linewidth=1)
-    limit = 1.5 * max(abs(row["gain"]["points"]) for row in others) + 1  # longer intervals are cut off
-    right.set(xlim=(-limit, limit), xlabel="points over plain training, with 95% intervals")
+    right.set_xlabel("points over plain training, with 95% intervals")
     right.set_yticks(range(len(others)), [row["trick"] for row in others], fontsize=8)
     for axis in (left, right):
         axis.spines[["top", "right"]].set_visible(False)
