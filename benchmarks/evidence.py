@@ -10,6 +10,7 @@ import inspect
 import json
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ def text() -> str:
     found = {
         "names": names(),
         "gains": gains(),
-        "told": written(TOLD),
+        "told": written(TOLD | fine_tuned()),
         "measured": written(MEASURED),
         "conflicts": [
             {"names": mine, "others": conflicts.others(each), "warns": each.warns, "rule": each.rule}
@@ -302,6 +303,43 @@ def blur() -> str:
     return f"`add_blur_pool`: a forward pass of a ResNet-50 takes {ratio:.2f} times as long."
 
 
+def fine_tuned() -> dict[str, list[Callable[[], str]]]:
+    """By card, what is measured of its tricks in fine-tuning, beside what else is told there."""
+    found: dict[str, list[Callable[[], str]]] = {}
+    for name, network in NETWORKS.items():
+        if (RESULTS / f"{name}.json").exists():
+            rows = result(name)["rows"]
+            for card, tricks in FINE_TUNED.items():
+                if mine := [row for row in rows if row["trick"] in tricks]:
+                    found.setdefault(card, TOLD.get(card, [])[:]).append(partial(in_fine_tuning, network, mine))
+    return found
+
+
+def in_fine_tuning(network: str, rows: list[dict[str, Any]]) -> str:
+    """The gains of tricks when a network is fine-tuned."""
+    gains = [f"{row['trick']} {quality_report.interval(row['gain'])}, {row['regime'].lower()}" for row in rows]
+    return (
+        f"Fine-tuning {network} for {rows[0]['steps']} steps, points over plain training, {rows[0]['seeds']} seeds:"
+        f" {'; '.join(gains)}."
+    )
+
+
+NETWORKS = {"finetune": "a pretrained MiniLM", "finetune_images": "a pretrained EfficientNet-Lite0"}
+FINE_TUNED = {
+    "EMA": ("EMA",),
+    "SWA": ("SWA",),
+    "flat_cos": ("flat_cos", "cosine"),
+    "SAMMixin": ("SAM", "SAM, half the steps"),
+    "Mixup": ("Mixup",),
+    "HiddenMixup": ("HiddenMixup",),
+    "NEFTune": ("NEFTune",),
+    "GradualUnfreeze": ("GradualUnfreeze",),
+    "LayerFreezing": ("LayerFreezing",),
+    "layer_decay_groups": ("layer decay 0.8",),
+    "LoRA": ("LoRA, r 4", "LoRA, r 16", "DoRA, r 4", "LoRA, r 4, Muon"),
+    "ScheduleFree": ("ScheduleFree",),
+    "average_checkpoints": ("soup of three",),
+}  # the tricks of each card
 TOLD: dict[str, list[Callable[[], str]]] = {
     "SequenceLengthWarmup": [resizing, length],
     "LabelErrors": [wrong_labels],

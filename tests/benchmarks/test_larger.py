@@ -133,6 +133,36 @@ def test_the_language_model_sees_no_byte_that_it_predicts() -> None:
 
 
 @pytest.mark.slow
+def test_a_post_hoc_average_is_that_of_the_length_with_the_lowest_validation_loss(tmp_path: Path) -> None:
+    import lightning as L
+
+    import lightning_tricks as lt
+
+    language = part("language_model")
+    weights = {}
+    for name in ("plain", "chosen"):
+        L.seed_everything(0, verbose=False)
+        folder = tmp_path / name / "seed1"
+        trainer, module, data = language.contenders(language.REDUCED)["PostHocEMA"].fit(1e-2, 8, folder)
+        if name == "plain":
+            trainer.callbacks = [each for each in trainer.callbacks if not isinstance(each, language.PostHocLength)]
+        trainer.fit(module, data)
+        weights[name] = {key: value.clone() for key, value in module.state_dict().items()}
+    assert not (tmp_path / "chosen" / "seed1" / "snapshots").exists()
+
+    def score(average: dict[str, torch.Tensor]) -> float:
+        module.load_state_dict(average, strict=False)
+        (found,) = trainer.validate(module, data, verbose=False)
+        return found["val_loss"]
+
+    snapshots = tmp_path / "plain" / "seed1" / "snapshots"
+    best = lt.post_hoc_sweep(snapshots, score, mode="min").best
+    expected = lt.post_hoc_average(snapshots, sigma_rel=best)
+    assert all(torch.equal(weights["chosen"][key], value.to(weights["chosen"][key])) for key, value in expected.items())
+    assert any(not torch.equal(weights["plain"][key], value) for key, value in expected.items())
+
+
+@pytest.mark.slow
 def test_every_contender_of_the_language_model_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     language = part("language_model")
     monkeypatch.setattr(language, "RESULTS", tmp_path)

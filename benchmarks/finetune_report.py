@@ -1,0 +1,106 @@
+"""What training at a larger size shows, for the README: sentences, tables and a picture of a benchmark's figures."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from quality_report import PLAIN, interval, sign
+from tables import README, placed
+from tuned import measured_on, table
+
+KINDS = {1: "Better", -1: "Worse", 0: "Not told apart from it"}
+ACCURACY = "Points of balanced test accuracy"
+
+
+def told(rows: Sequence[dict[str, Any]]) -> str:
+    """The contenders that the intervals tell from plain training, and those that they do not, the best first."""
+    (plain,) = (row for row in rows if row["trick"] == PLAIN)
+    others = sorted((row for row in rows if row["trick"] != PLAIN), key=lambda row: -row["gain"]["points"])
+    parts = [f"Plain training has {plain['mean']:.1f} ± {plain['std']:.1f}."]
+    for kind, words in KINDS.items():
+        names = [f"{row['trick']} {interval(row['gain'])}" for row in others if sign(row["gain"]) == kind]
+        parts.append(f"{words}: {'; '.join(names) or 'none'}.")
+    return " ".join(parts)
+
+
+def fine_tuned(settings: dict[str, Any]) -> str:
+    """How much of fine-tuning was run."""
+    budget, (validation, test) = settings["budget"], settings["validation and test samples"]
+    return (
+        f"{budget['steps']} steps of {settings['batch']} samples, {settings['weights'] / 1e6:.1f} million weights,"
+        f" {budget['seeds']} seeds; {test:,} samples for the test; learning rates chosen in {budget['sweep_steps']}"
+        f" steps on {validation:,} others"
+    )
+
+
+def section(made: dict[str, Any], title: str, scale: str, points: str = ACCURACY) -> str:
+    """What came out in each regime, the picture, and folded the tables.
+
+    Args:
+        made: The figures.
+        title: What is trained.
+        scale: How much was run.
+        points: What a point is one of.
+    """
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for row in made["rows"]:
+        groups.setdefault(row.get("regime", "All of the text"), []).append(row)
+    name, missing = made["benchmark"], made["settings"]["not measured"]
+    return "\n\n".join(
+        [
+            f"#### {title}",
+            f"`python benchmarks/{name}.py`: {scale}. {points}, the mean and standard deviation of plain training, and"
+            " differences from it with 95% intervals; bold where the interval leaves out 0.",
+            "\n".join(f"- **{regime}.** {told(rows)}" for regime, rows in groups.items()),
+            *([f"Not measured yet: {'; '.join(missing)}."] if missing else []),
+            f"![Curves of training, and gains over plain training with 95% intervals](results/{name}.svg)",
+            f"<details>\n<summary>All figures</summary>\n\n{measured_on(made['machines'])}",
+            *(f"{regime}:\n\n{table(rows)}" for regime, rows in groups.items()),
+            "</details>",
+        ]
+    )
+
+
+def renew(name: str, text: str) -> None:
+    """Write the part of the README between the marks of a benchmark."""
+    begin, end = marks(name)
+    README.write_text(placed(README.read_text(), begin, text, end))
+
+
+def marks(name: str) -> tuple[str, str]:
+    """What encloses the part of a benchmark."""
+    return f"<!-- {name}: written by benchmarks/{name}.py -->", f"<!-- end of {name} -->"
+
+
+def draw(path: Path, made: dict[str, Any]) -> None:
+    """Of the first regime the curves of the first seed, and each contender's gain with its interval."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    regime = made["rows"][0]["regime"]
+    rows = [row for row in made["rows"] if row["regime"] == regime]
+    others = sorted((row for row in rows if row["trick"] != PLAIN), key=lambda row: row["gain"]["points"])
+    figure = Figure(figsize=(9.5, 4), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    colours = {row["trick"]: f"C{place % 10}" for place, row in enumerate(rows)}
+    for line in made["curves"]:
+        places, _, values = zip(*line["points"], strict=True)
+        if (line["regime"], line["seed"]) == (regime, 0) and places[-1] == rows[0][
+            "steps"
+        ]:  # not those of other lengths
+            left.plot(places, [100 * value for value in values], color=colours[line["trick"]], label=line["trick"])
+    left.set(xlabel="steps", ylabel="balanced validation accuracy, first seed")
+    left.legend(frameon=False, fontsize=7)
+    for height, row in enumerate(others):
+        gain, colour = row["gain"], colours[row["trick"]]
+        right.plot([gain["low"], gain["high"]], [height, height], color=colour, linewidth=1.6)
+        right.plot(gain["points"], height, "o", color=colour, ms=4)
+    right.axvline(0, color="#999999", linewidth=1)
+    right.set_xlabel("points over plain training, with 95% intervals")
+    right.set_yticks(range(len(others)), [row["trick"] for row in others], fontsize=8)
+    for axis in (left, right):
+        axis.spines[["top", "right"]].set_visible(False)
+    with rc_context({"svg.hashsalt": path.stem, "svg.fonttype": "none"}):
+        figure.savefig(path, metadata={"Date": None}, facecolor="white")
