@@ -555,12 +555,6 @@ class Buffered(Small):
     def on_train_epoch_end(self) -> None:
         assert len(self.all_gather(self.seen)) == 2  # which is refused in a step alone
 
-    def on_train_epoch_end(self) -> None:
-        assert len(self.all_gather(self.seen)) == 2  # which is refused in a step alone
-
-    def on_train_epoch_end(self) -> None:
-        assert len(self.all_gather(self.seen)) == 2  # which is refused in a step alone
-
 
 INF = float("inf")
 UNUSED = {"buffers": True, "ddp": {"find_unused_parameters": True}}

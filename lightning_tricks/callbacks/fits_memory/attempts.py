@@ -71,6 +71,7 @@ class Attempts:
         """What ``work`` returns; None if a rank ran out of memory in it, after which the step can be run anew."""
         result, failed = None, None
         module = self._trainer.lightning_module
+        model: Any = self._trainer.strategy.model
         try:
             with step.start.state.watching(), noting_writes(module, (step.run.args, step.run.keywords)) as refuse:
                 result = work()
@@ -88,7 +89,7 @@ class Attempts:
             step.start.state.refuse_counts()
             step.start.set_back()
             if step.exchanges_buffers is not None:
-                self._trainer.strategy.model.require_forward_param_sync = step.exchanges_buffers  # type: ignore
+                model.require_forward_param_sync = step.exchanges_buffers
             self._shrink(step, failed)
         except MisconfigurationException as error:
             raise error from failed

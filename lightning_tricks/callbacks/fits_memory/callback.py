@@ -61,7 +61,8 @@ class FitsMemory(Trick):
 
     Targets are counted where the training step computes its loss from the targets of the batch, as by ``TokenMean``:
     losses of ``torch.nn.functional`` that are means, or a ``mean()`` of their losses of entries, and sums of such with
-    factors. A function of a mean, as the root of ``mse_loss``, is refused. For any other loss pass ``count``. BatchNorm normalizes each part by itself, which a warning says.
+    factors. A function of a mean, as the root of ``mse_loss``, is refused. For any other loss pass ``count``.
+    BatchNorm normalizes each part by itself, which a warning says.
 
     Under DDP all ranks cut when one of them has to: they exchange one number after the forward and after the backward
     pass, on the host. A rank that fails while gradients are averaged adds zeros for the rest, so that none waits for
@@ -180,7 +181,7 @@ class FitsMemory(Trick):
         begins = first and self._trainer.fit_loop.batch_idx % self._trainer.accumulate_grad_batches == 0
         if begins and self._parts.cuts(step.run, self.size) and not _sees_zero_grad(self._trainer):
             self._trainer.optimizers[0].zero_grad()  # as Lightning will, before memory is needed for the parts'
-        return self._parts.run(step.run, self.size)  # type: ignore[no-any-return]
+        return self._parts.run(step.run, self.size)
 
     def _backward(self, original: Callable[..., None], loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """Add the gradient of the batch to ``.grad``; ``loss`` has its value alone, so that others hold no graph."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import lightning as L
 import torch
@@ -56,7 +57,8 @@ def descend(trainer: L.Trainer, forward: Forward, before: GradientsBefore, backw
 
 def _averages_gradients(trainer: L.Trainer) -> bool:
     """Whether DDP averages gradients over ranks in a backward pass now."""
-    return engine_of(trainer) is Engine.DDP and bool(trainer.strategy.model.require_backward_grad_sync)  # type: ignore
+    model: Any = trainer.strategy.model
+    return engine_of(trainer) is Engine.DDP and bool(model.require_backward_grad_sync)
 
 
 def _add(gradients: list[tuple[nn.Parameter, Tensor]], factor: Tensor | None) -> None:
