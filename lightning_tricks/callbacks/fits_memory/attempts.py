@@ -1,4 +1,4 @@
-"""Attempts at a training step, which are undone on all ranks when one of them runs out of memory."""
+"""Attempts at a step, undone when a rank runs out of memory; apart from the callback, which chooses what is tried."""
 
 from __future__ import annotations
 

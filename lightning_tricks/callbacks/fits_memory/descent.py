@@ -1,4 +1,4 @@
-"""The backward pass that ends a step, in which DDP averages gradients."""
+"""The backward pass that ends a step, in which DDP averages gradients; apart from the parts, which are of one rank."""
 
 from __future__ import annotations
 

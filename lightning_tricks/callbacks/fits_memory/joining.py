@@ -1,4 +1,4 @@
-"""What the parts of a batch return and log, joined to what the whole batch would."""
+"""What parts return and log, joined to what the whole batch would; apart from the parts, which train."""
 
 from __future__ import annotations
 
