@@ -11,7 +11,7 @@ from lightning_tricks.callbacks.data_wait import DataWait
 from lightning_tricks.callbacks.distill import Distill, distillation_loss
 from lightning_tricks.callbacks.ema import EMA, Averager, scale_ema_decay
 from lightning_tricks.callbacks.exact_resume import ExactResume
-from lightning_tricks.callbacks.fits_memory import FitsMemory
+from lightning_tricks.callbacks.fits_memory.callback import FitsMemory
 from lightning_tricks.callbacks.float8 import Float8
 from lightning_tricks.callbacks.gradient_stats import GradientStats
 from lightning_tricks.callbacks.gradual_unfreeze import GradualUnfreeze

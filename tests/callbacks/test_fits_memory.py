@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import lightning_tricks as lt
-from lightning_tricks.callbacks.fits_memory import FitsMemory
+from lightning_tricks.callbacks.fits_memory.callback import FitsMemory
 from tests.conformance.runs import fp16
 from tests.device.devices import CUDA, device
 from tests.few import slow
@@ -233,13 +233,74 @@ def summed(self: Any, batch: Any, batch_idx: int) -> Tensor:
     return F.cross_entropy(self(batch[0]), batch[1], reduction="sum")
 
 
-@pytest.mark.parametrize("step", [contrast, rebuilt, summed])
+def rooted(self: Any, batch: Any, batch_idx: int) -> Tensor:
+    return F.mse_loss(self(batch[0])[:, 0], batch[1].float()).sqrt()
+
+
+def focal(self: Any, batch: Any, batch_idx: int) -> Tensor:
+    loss = F.cross_entropy(self(batch[0]), batch[1])
+    return loss * (1 - torch.exp(-loss)) ** 2
+
+
+def squared(self: Any, batch: Any, batch_idx: int) -> Tensor:
+    loss = F.cross_entropy(self(batch[0]), batch[1])
+    return loss * loss
+
+
+def rescaled(self: Any, batch: Any, batch_idx: int) -> Tensor:
+    return F.cross_entropy(self(batch[0]), batch[1]) * (batch[1] >= 0).sum()
+
+
+def hardest(self: Any, batch: Any, batch_idx: int) -> Tensor:
+    losses = F.cross_entropy(self(batch[0]), batch[1], reduction="none")
+    return losses[losses.detach().topk(2).indices].mean()
+
+
+def relative(self: Any, batch: Any, batch_idx: int) -> Tensor:
+    losses = F.cross_entropy(self(batch[0]), batch[1], reduction="none")
+    return (losses / losses.detach().max()).mean()
+
+
+@pytest.mark.parametrize("step", [contrast, rebuilt, summed, rooted, focal, squared, rescaled, hardest, relative])
 def test_a_loss_of_which_a_part_is_no_part_is_refused_before_it_trains(step: Any) -> None:
     module = build(type("Other", (small(3),), {"training_step": step}))
     before = weights(module)
     with pytest.raises(MisconfigurationException, match=r"FitsMemory.*count=.*GradCacheMixin"):
         fit(module, callbacks=[FitsMemory()], limit_val_batches=0)
     assert_equal(before, weights(module))
+
+
+def several(self: Any, batch: Any, batch_idx: int) -> Tensor:
+    """A sum of means with factors, a learned one among them, and values that are only logged."""
+    logits = self(batch[0])
+    first, second = F.cross_entropy(logits, batch[1]), F.mse_loss(logits[:, 0], batch[1].float())
+    self.log("root", second.sqrt())
+    bias = self.layers[0].bias[0]
+    return torch.nan_to_num(0.5 * first - (-2 * second.float()) / 3) * torch.exp(-bias) + bias
+
+
+def test_a_sum_of_means_is_the_mean_of_its_parts() -> None:
+    kinds = [type("Other", (kind,), {"training_step": several}) for kind in (Small, small(3))]
+    plain, cut = trained(kinds[0]), trained(kinds[1], FitsMemory())
+    assert_close(weights(plain), weights(cut))
+
+
+@pytest.mark.filterwarnings("ignore:.training_step. returned .None.:UserWarning")
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_a_batch_that_is_skipped_is_skipped_in_parts(where: str) -> None:
+    def skips(self: Any, batch: Any, batch_idx: int) -> Any:
+        return None if batch_idx == 2 else Small.training_step(self, batch, batch_idx)
+
+    kinds = [type("Skips", (kind,), {"training_step": skips}) for kind in (Small, small(3, where))]
+    plain, cut = trained(kinds[0]), trained(kinds[1], FitsMemory())
+    assert_close(weights(plain), weights(cut))
+    fifth = loader().dataset[4][0]
+
+    def skips_some(self: Any, batch: Any, batch_idx: int) -> Any:
+        return None if torch.equal(batch[0][0], fifth) else Small.training_step(self, batch, batch_idx)
+
+    with pytest.raises(MisconfigurationException, match="of every part of a batch or of none"):
+        trained(type("Some", (small(3, where),), {"training_step": skips_some}), FitsMemory())
 
 
 def test_a_loss_without_targets_is_counted_by_hand() -> None:
@@ -443,6 +504,12 @@ def test_what_cannot_be_cut_is_refused() -> None:
 
     with pytest.raises(MisconfigurationException, match="automatic_optimization=False"):
         trained(ByHand, FitsMemory())
+    rows = [{"x": x, "y": y} for x, y in loader().dataset]
+    listed = DataLoader(rows, batch_size=8, collate_fn=list)
+    body = {"training_step": lambda self, batch, _: self(torch.stack([row["x"] for row in batch])).mean()}
+    with pytest.raises(MisconfigurationException, match="one entry per sample") as refused:
+        trained(type("Lists", (small(3),), body), FitsMemory(), train=listed)
+    assert isinstance(refused.value.__cause__, torch.OutOfMemoryError)  # why the batch was to be cut
     with pytest.raises(ValueError, match="minimum"):
         FitsMemory(minimum=0)
     with pytest.raises(TypeError, match="count must be a function"):
@@ -484,6 +551,9 @@ class Buffered(Small):
         loss = super().training_step(batch, batch_idx)
         self.log("synced", loss.detach(), sync_dist=True, on_step=True)
         return loss
+
+    def on_train_epoch_end(self) -> None:
+        assert len(self.all_gather(self.seen)) == 2  # which is refused in a step alone
 
 
 INF = float("inf")

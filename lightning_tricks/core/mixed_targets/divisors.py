@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_tricks.core.mixed_targets.operations import compares_entries, is_linear, weighs
+
 Loss = Callable[..., Tensor]
 Count = Callable[[Any], int | float | Tensor]  # of a batch: how many targets its loss is the mean of
 WEIGHED = ("mse_loss", "l1_loss")  # whose means are over the sum of the weights of their entries
@@ -44,10 +46,12 @@ class Divisors:
 
     Args:
         ignore_index: The label that does not count where a sum is divided by a number of Python's.
+        of_parts: Whether the loss of a batch must be the mean of those of its parts, so that it is a sum of means with
+            constant factors, and no loss of a sample depends on the others.
     """
 
-    def __init__(self, ignore_index: int) -> None:
-        self.ignore_index = ignore_index
+    def __init__(self, ignore_index: int, *, of_parts: bool = False) -> None:
+        self.ignore_index, self.of_parts = ignore_index, of_parts
         self.found: dict[Hashable, float | Tensor] = {}
         self._labels: float | Tensor = 0.0  # those of the last losses that were summed
 
@@ -76,6 +80,23 @@ class Divisors:
             self.found[losses.numel()] = losses.numel()
             return ""
         return SUMMED if func.__name__ == "sum" else f"{func.__name__}() of losses is no mean."
+
+    def compared(self, func: Loss) -> str:
+        """Why a function of the losses of entries makes them depend on one another; an empty string if not."""
+        if not (self.of_parts and compares_entries(func)):
+            return ""
+        return f"{func.__name__}() compares the losses of a batch with one another, and a part has only some of them."
+
+    def unlike_parts(self, func: Loss, targets: int) -> str:
+        """Why a function of a mean is not the mean of the same function of the parts; an empty string if it is.
+
+        Args:
+            func: The function, of a mean and perhaps more.
+            targets: How many of its arguments come from the targets of the batch.
+        """
+        if not self.of_parts or (is_linear(func) and not (weighs(func) and targets > 1)):
+            return ""
+        return f"{func.__name__}() of a mean over the batch is not the mean of that over its parts."
 
     def note_division(self, number: Any) -> str:
         """Note the number that a sum of losses is divided by; why it is none of targets, or an empty string.

@@ -133,6 +133,26 @@ def weighs(func: Function) -> bool:
     return func.__name__.strip("_").removeprefix("i") in _WEIGH
 
 
+def is_linear(func: Function) -> bool:
+    """Whether a function of a number is the number times a factor, plus others, in any shape and dtype.
+
+    >>> import torch
+    >>> is_linear(torch.Tensor.__rsub__), is_linear(torch.div), is_linear(torch.sqrt), is_linear(torch.Tensor.__rdiv__)
+    (True, True, False, False)
+    """
+    return func.__name__.strip("_").removeprefix("i") in _LINEAR or moves(func) or joins(func)
+
+
+def compares_entries(func: Function) -> bool:
+    """Whether a function of several numbers orders them, or divides each by what all of them are.
+
+    >>> import torch
+    >>> compares_entries(torch.topk), compares_entries(torch.softmax), compares_entries(torch.exp)
+    (True, True, False)
+    """
+    return func.__name__ in _COMPARE
+
+
 def joins(func: Function) -> bool:
     """Whether a function puts tensors beside one another."""
     return func.__name__ in ("cat", "concat", "stack", "hstack", "vstack")
@@ -274,6 +294,15 @@ _MOVE = {
 }
 _DIVIDE = {"div", "divide", "truediv", "true_divide"}
 _WEIGH = {*_DIVIDE, "mul", "rmul", "multiply", "where", "masked_fill", "setitem"}
+_LINEAR = {
+    *(*_DIVIDE, "mul", "rmul", "multiply", "add", "radd", "sub", "rsub", "subtract", "neg", "negative", "positive"),
+    *("sum", "mean", "where", "masked_fill", "nan_to_num", "clone", "contiguous", "requires_grad", "detach"),
+    *("float", "double", "half", "bfloat16", "to", "type", "type_as", "cpu", "cuda"),
+}
+_COMPARE = {
+    *("topk", "sort", "msort", "argsort", "kthvalue", "quantile", "nanquantile", "cumsum", "cumprod", "cummax"),
+    *("cummin", "logcumsumexp", "softmax", "log_softmax", "softmin", "normalize"),
+}
 _ELEMENTWISE = {
     *("add", "radd", "sub", "rsub", "subtract", "mul", "rmul", "multiply", "div", "rdiv", "divide", "truediv", "neg"),
     *("rtruediv", "true_divide", "pow", "rpow", "square", "sqrt", "rsqrt", "reciprocal", "exp", "expm1", "log"),

@@ -267,7 +267,7 @@ def _value(call: _Call) -> Any:
         return call.plainly()
     if not _has_tensor(first):
         return first
-    if isinstance(first, Tensor) and _asks_for_divisors(call):
+    if _asks_for_divisors(call):
         call.unclear = _undivided(call, calls[0], first)
     value = _joined(call, calls, [first, *(func(*args, **kwargs) for args, kwargs in calls[1:])])
     if plan.record is not None and _is_of_losses(value):
@@ -375,15 +375,20 @@ def _asks_for_divisors(call: _Call) -> bool:
     return call.plan.divisors is not None and not call.plan.by_samples and call.unclear in ("", SUMMED)
 
 
-def _undivided(call: _Call, given: Call, result: Tensor) -> str:
+def _undivided(call: _Call, given: Call, result: Any) -> str:
     """Why a result does not say by how many targets its losses are divided, which is noted; empty if it does."""
     divisors = cast(Divisors, call.plan.divisors)
-    losses = [target.branches[0] for target in call.targets if target.is_loss and target.branches[0].ndim]
-    if losses:
-        return divisors.note_reduction(call.func, losses[0], result)
-    if call.unclear == SUMMED and divides(call.func) and not result.ndim:
+    of_losses = [target.branches[0] for target in call.targets if target.is_loss]
+    losses, numbers = [loss for loss in of_losses if loss.ndim], [loss for loss in of_losses if not loss.ndim]
+    if losses and (why := divisors.compared(call.func)):
+        return why
+    if not isinstance(result, Tensor):
+        return call.unclear
+    if call.unclear == SUMMED and divides(call.func) and not (losses or result.ndim):
         return divisors.note_division([*given[0], *given[1].values()][1])
-    return call.unclear
+    if numbers and result.requires_grad and (why := divisors.unlike_parts(call.func, len(call.targets))):
+        return why
+    return divisors.note_reduction(call.func, losses[0], result) if losses else call.unclear
 
 
 def _make_target(tensor: Tensor, call: _Call) -> None:

@@ -1,0 +1,1 @@
+"""Batches larger than memory."""
