@@ -142,8 +142,8 @@ class CurveLR(Participant, LRScheduler):
                     self._refuse_epochs(strategy.lightning_module.trainer)
 
     def _refuse_epochs(self, trainer: L.Trainer) -> None:
-        total = self.settings.get("total_steps")
-        if total == trainer.max_epochs and total > 1 and trainer.accumulate_grad_batches < trainer.num_training_batches:
+        total = self.settings.get("total_steps") or 1  # None for an endless curve
+        if 1 < total == trainer.max_epochs and trainer.accumulate_grad_batches < trainer.num_training_batches:
             raise MisconfigurationException(
                 f"total_steps is the number of optimizer steps, got {total}, the number of epochs: leave it out in"
                 " configure_optimizers, or pass trainer.estimated_stepping_batches."
