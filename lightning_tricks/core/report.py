@@ -74,10 +74,11 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     for column, *cells in whole:  # lines of code are not wrapped, and figures are not cut
         widest = max(console.measure(Text(cell)).maximum for cell in (column, *cells))
         drawn.add_column(column, no_wrap=True, min_width=widest)
+    needed = console.measure(drawn).minimum + len("│          ")  # of which 8 are the last column's
     drawn.add_column(last[0], overflow="fold")
     for row in rows:
         drawn.add_row(*map(Text, row))
-    console.width = max(shutil.get_terminal_size().columns, console.measure(drawn).minimum)
+    console.width = max(shutil.get_terminal_size().columns, needed)
     with console.capture() as text:
         console.print(drawn)
     return text.get().rstrip("\n")
