@@ -58,20 +58,27 @@ def described(thing: object, given: Mapping[str, Any] | None = None) -> str:
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Rows under the names of their columns; the last column is wrapped to the width of the terminal."""
+    """Rows under the names of their columns; the last column is wrapped to the width of the terminal.
+
+    Lines are longer where the other columns need it.
+    """
     try:
         from rich.console import Console
         from rich.table import Table
         from rich.text import Text
     except ImportError:
         return plain_table(columns, rows, shutil.get_terminal_size().columns)
-    drawn = Table()
-    for place, column in enumerate(columns):
-        drawn.add_column(column, no_wrap=place < len(columns) - 1, overflow="fold")  # lines of code are not wrapped
+    # No colours, since the text may go to a file. Where stderr has no Unicode, rich draws the lines in ASCII.
+    console = Console(file=sys.stderr, color_system=None, force_jupyter=False, width=sys.maxsize)
+    drawn, *whole, last = Table(), *zip(columns, *rows, strict=True)
+    for column, *cells in whole:  # lines of code are not wrapped, and figures are not cut
+        widest = max(console.measure(Text(cell)).maximum for cell in (column, *cells))
+        drawn.add_column(column, no_wrap=True, min_width=widest)
+    needed = console.measure(drawn).minimum + len("│          ")  # of which 8 are the last column's
+    drawn.add_column(last[0], overflow="fold")
     for row in rows:
         drawn.add_row(*map(Text, row))
-    # No colours, since the text may go to a file. Where stderr has no Unicode, rich draws the lines in ASCII.
-    console = Console(file=sys.stderr, color_system=None, force_jupyter=False, width=shutil.get_terminal_size().columns)
+    console.width = max(shutil.get_terminal_size().columns, needed)
     with console.capture() as text:
         console.print(drawn)
     return text.get().rstrip("\n")

@@ -5,7 +5,7 @@ without a Trainer. They take the arguments of the factories of the same name. In
 find the module by themselves, and a Trainer steps them as often as the factory would have it, whatever "interval" and
 "frequency" they are returned with. Elsewhere call ``scheduler.step()`` after each ``optimizer.step()``, and pass
 ``total_steps``. A curve that was made there, in the module's ``__init__`` for example, is stepped by a Trainer with
-each optimizer step, too.
+each optimizer step, too, and one whose ``total_steps`` is the number of epochs is refused.
 """
 
 from __future__ import annotations

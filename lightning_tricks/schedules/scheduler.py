@@ -11,12 +11,13 @@ from typing import Any, final
 
 import lightning as L
 from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from typing_extensions import override
 
-from lightning_tricks.core.call_stack import callers
+from lightning_tricks.core.call_stack import locals_of
 from lightning_tricks.core.checks import check_type
 from lightning_tricks.core.conflicts import Conflict, Participant
 from lightning_tricks.core.lightning.fit import Place
@@ -127,11 +128,26 @@ class CurveLR(Participant, LRScheduler):
         """Have the Trainer that steps the optimizer step this scheduler when it is due.
 
         A scheduler that was made before there was a Trainer meets it here first.
+
+        Raises:
+            MisconfigurationException: If the curve has as many steps as training has epochs of several steps.
         """
-        strategy = next((caller for caller in callers() if isinstance(caller, Strategy)), None)
-        for config in () if strategy is None else strategy.lr_scheduler_configs:
+        if (caller := locals_of(Strategy.optimizer_step)) is None:
+            return  # no Trainer steps it
+        strategy: Strategy = caller["self"]
+        for config in strategy.lr_scheduler_configs:
             if config.scheduler is self:
                 config.interval, config.frequency = occasion
+                if strategy.lightning_module is not None:
+                    self._refuse_epochs(strategy.lightning_module.trainer)
+
+    def _refuse_epochs(self, trainer: L.Trainer) -> None:
+        total = self.settings.get("total_steps") or 1  # None for an endless curve
+        if 1 < total == trainer.max_epochs and trainer.accumulate_grad_batches < trainer.num_training_batches:
+            raise MisconfigurationException(
+                f"total_steps is the number of optimizer steps, got {total}, the number of epochs: leave it out in"
+                " configure_optimizers, or pass trainer.estimated_stepping_batches."
+            )
 
     @override
     def get_lr(self) -> list[float | Tensor]:

@@ -20,6 +20,12 @@ def test_rich_draws_it_without_colours(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(len(line) <= 30 for line in text.splitlines())
 
 
+def test_figures_are_not_cut_where_the_terminal_is_narrow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "10")
+    text = table(("strategy", "tokens/s", "each device", "speed"), [("fsdp2_bf16", "222,716", "67.4 GB", "1.00")])
+    assert all(cell in text for cell in ("fsdp2_bf16", "222,716", "67.4 GB", "1.00", "each device"))
+
+
 def test_without_rich_it_is_plain(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "rich.table", None)
     monkeypatch.setenv("COLUMNS", "40")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import weakref
 from functools import partial
 from inspect import signature
 from pathlib import Path
@@ -12,6 +13,7 @@ import lightning as L
 import pytest
 import torch
 from hydra.utils import instantiate
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from omegaconf import OmegaConf
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -184,6 +186,43 @@ def test_one_whose_steps_were_counted_takes_them_however_it_is_returned(tail):
         return [optimizer], [schedule["lr_scheduler"]["scheduler"]]
 
     assert lrs(Tiny(extracted)) == pytest.approx(FALLS)
+
+
+@pytest.mark.parametrize("returns", RETURNED)
+def test_epochs_are_no_steps(returns):
+    module = Early(RETURNED[returns], partial(_steps, 3))
+    with pytest.raises(MisconfigurationException, match=r"number of optimizer steps, got 3, the number of epochs"):
+        lrs(module)
+    assert module.own.lrs == [], "before the first step"
+    assert lrs(Early(RETURNED[returns], partial(_steps, 3)), accumulate_grad_batches=10) == FALLS[::10]
+
+
+def _steps(count: int, optimizer: Any, total_steps: int) -> LRScheduler:
+    return lr_scheduler.linear(optimizer, total_steps=count)
+
+
+def test_a_plain_loop_may_step_it_with_epochs():
+    bare = optimizer(1.0)
+    scheduler = lr_scheduler.linear(bare, total_steps=4)
+    for _ in range(2):
+        for _ in range(5):
+            bare.step()
+        scheduler.step()
+    assert bare.param_groups[0]["lr"] == 0.5
+
+
+def test_nothing_of_a_plain_loop_is_kept():
+    net = torch.nn.Linear(2, 2)
+    own = torch.optim.SGD(net.parameters(), lr=1.0)
+    scheduler = lr_scheduler.linear(own, total_steps=4)
+    for _ in range(2):
+        out = net(torch.ones(1, 2))
+        out.sum().backward()
+        kept = weakref.ref(out)
+        own.step()
+        scheduler.step()
+        del out
+        assert kept() is None
 
 
 @pytest.mark.parametrize("name", NAMES)

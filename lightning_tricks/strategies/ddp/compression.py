@@ -199,7 +199,8 @@ class LocalSGD(Compressor):
             group_size = node_size if node_size < dist.get_world_size() else 1
             self.state = PostLocalSGDState(None, dist.new_subgroups(group_size)[0], start_localSGD_iter=_NEVER)
         self.state.iter, self.state.start_localSGD_iter = 0, _NEVER
-        self.model, self.averaged = model, True
+        self.model = model
+        self.moved: set[nn.Parameter] = set()  # those that ranks have trained by themselves since their last average
         self.outer = OuterOptimizer(self.outer_lr, self.outer_momentum) if self.has_outer else None
         model.register_comm_hook(self.state, self.hook)
 
@@ -210,9 +211,9 @@ class LocalSGD(Compressor):
 
     @override
     def after_step(self, loss_scale: float, average_now: bool) -> None:
-        self.averaged = self.step < self.start
         self.step += 1
-        if not self.averaged:
+        if self.step > self.start:
+            self.moved.update(self._trained())
             self._synchronise()
         if average_now:
             self.average_weights()
@@ -231,19 +232,19 @@ class LocalSGD(Compressor):
         if (step := self.step % self.period) not in turns:
             return
         parameters = fragments(self.model, self.fragments)[turns.index(step)]
-        average(parameters)
-        if self.outer is not None:
+        frozen = [p for p in self.model.parameters() if p in self.moved and not p.requires_grad]  # amid the period
+        average([*parameters, *frozen])
+        if self.outer is not None and parameters:  # all layers of a fragment may have been frozen since
             self.outer.step(parameters)
-        self.averaged = self.fragments == 1
+        self.moved.difference_update(parameters, frozen)
 
     def _trained(self) -> Iterable[nn.Parameter]:
         return (parameter for parameter in self.model.parameters() if parameter.requires_grad)
 
     @override
     def average_weights(self) -> None:
-        if not self.averaged:
-            average(self._trained())
-        self.averaged = True
+        average(parameter for parameter in self.model.parameters() if parameter in self.moved)
+        self.moved.clear()
 
     @override
     def average_states(self, optimizer: Optimizer) -> None:

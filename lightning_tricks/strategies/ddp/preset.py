@@ -9,6 +9,7 @@ from typing import Any, final
 
 import lightning as L
 from lightning.pytorch.strategies import DDPStrategy, Strategy
+from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -55,7 +56,8 @@ class DDPPreset(PresetStrategy, DDPStrategy):
     the mean of the ranks' weights, and every ``local_sgd_period`` steps ``g = x - y``, ``m = outer_momentum * m + g``,
     ``x = x - outer_lr * (g + outer_momentum * m)``, where all ranks go on from. ``fragments`` of the model take turns,
     as in Streaming DiLoCo: as many bytes, but fewer at a time. Validation, epochs and checkpoints still average the
-    weights, and end no period. ``x`` and ``m`` are in the checkpoint, from which any number of ranks resumes.
+    weights, and end no period. ``x`` and ``m`` are in the checkpoint, from which any number of ranks resumes; a
+    run without outer steps leaves them, with a warning.
 
     Args:
         precision: The precision to train in: "bf16-mixed", "16-mixed" or "32-true".
@@ -253,8 +255,16 @@ class DDPPreset(PresetStrategy, DDPStrategy):
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         super().load_optimizer_state_dict(checkpoint)
-        if self._active and "outer_optimizer" in checkpoint:
+        if "outer_optimizer" not in checkpoint:
+            return
+        if self._active and self.has_outer_optimizer:
             self._active.load_outer_state(checkpoint["outer_optimizer"])
+        else:
+            rank_zero_warn(
+                "The checkpoint is DiLoCo's, and this run has no outer optimizer: training goes on from the mean of its"
+                " workers, without the momentum of the outer steps. To keep it, train on several devices with the"
+                " strategy 'ddp_diloco_bf16', or with outer_lr and outer_momentum as they were."
+            )
 
     @override
     def teardown(self) -> None:

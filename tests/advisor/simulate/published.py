@@ -220,18 +220,18 @@ def chunks_of(layers: int) -> int:
     return next((chunks for chunks in range(2, layers + 1) if layers % chunks == 0), 1)
 
 
-# Layers, width, heads, tensor, pipeline, devices, samples of a step, operations.
+# Layers, width, heads, tensor, pipeline, devices, samples of a step, operations; samples at a time, chunks of a stage.
 A100 = {
-    "1.7B": (24, 2304, 24, 1, 1, 32, 512, 137),
-    "3.6B": (30, 3072, 32, 2, 1, 64, 512, 138),
-    "7.5B": (36, 4096, 32, 4, 1, 128, 512, 142),
-    "18.4B": (40, 6144, 48, 8, 1, 256, 1024, 135),
-    "39.1B": (48, 8192, 64, 8, 2, 512, 1536, 138),
-    "76.1B": (60, 10240, 80, 8, 4, 1024, 1792, 140),
-    "145.6B": (80, 12288, 96, 8, 8, 1536, 2304, 148),
-    "310.1B": (96, 16384, 128, 8, 16, 1920, 2160, 155),
-    "529.6B": (105, 20480, 128, 8, 35, 2520, 2520, 163),
-    "1008B": (128, 25600, 160, 8, 64, 3072, 3072, 163),
+    "1.7B": (24, 2304, 24, 1, 1, 32, 512, 137, 16, 1),
+    "3.6B": (30, 3072, 32, 2, 1, 64, 512, 138, 16, 1),
+    "7.5B": (36, 4096, 32, 4, 1, 128, 512, 142, 16, 1),
+    "18.4B": (40, 6144, 48, 8, 1, 256, 1024, 135, 8, 1),
+    "39.1B": (48, 8192, 64, 8, 2, 512, 1536, 138, 4, 1),
+    "76.1B": (60, 10240, 80, 8, 4, 1024, 1792, 140, 2, 3),
+    "145.6B": (80, 12288, 96, 8, 8, 1536, 2304, 148, 2, 2),
+    "310.1B": (96, 16384, 128, 8, 16, 1920, 2160, 155, 1, 2),
+    "529.6B": (105, 20480, 128, 8, 35, 2520, 2520, 163, 1, 3),
+    "1008B": (128, 25600, 160, 8, 64, 3072, 3072, 163, 1, 1),
 }
 H100 = {
     "1.7B": (24, 2048, 16, 1, 1, 48, 192, 408.8),
@@ -247,22 +247,26 @@ H100 = {
 
 
 def megatron() -> Iterator[Published]:
-    """Not stated: one sample at a time in a pipeline, which is interleaved with the fewest chunks, otherwise all.
+    """Its own operations count what is computed again on A100, and do not on H100.
 
-    On A100 layers are computed again, attention has no fused kernel, and gradients are summed after the backward pass;
-    on H100 traffic runs beside products, 4 bytes of a gradient to the shard of the optimizer and 2 of a weight back.
-    Their operations count what is computed again, or do not.
+    On A100 all is as in Megatron-LM's scripts of the table, ``examples/academic_paper_scripts/sc21/run_table_1.sh``:
+    layers are computed again, and gradients, of 2 bytes, are summed after the backward pass; no kernel of attention was
+    fused then. On H100 traffic runs beside products, 4 bytes of a gradient to the shard of the optimizer and 2 of a
+    weight back. Not stated there: one sample at a time in a pipeline, which is interleaved with the fewest chunks,
+    otherwise all.
     """
-    old: Any = {"recompute": "full", "fused_attention": False, "overlap": False, "compiled": True}
+    old: Any = {"recompute": "full", "fused_attention": False, "overlap": False, "compiled": True, "reduce_bytes": 2}
     new: Any = {"async_tensor": True, "compiled": True, "reduce_bytes": 3}
     for kind, rows, words, length, settings, unit in [
         ("a100", A100, 51200, 2048, old, "all"),
         ("h100", H100, 131072, 4096, new, "model"),
     ]:
-        for name, (layers, width, heads, tensor, pipeline, devices, samples, value) in rows.items():
+        for name, (layers, width, heads, tensor, pipeline, devices, samples, value, *stated) in rows.items():
             share = samples * tensor * pipeline // devices
-            parts = {"pipeline": pipeline, "chunks": chunks_of(layers // pipeline), "accumulate": share}
-            spread = Spread(devices, tensor=tensor, **(parts if pipeline > 1 else {"micro_batch": share}), **settings)
+            assumed = (1, chunks_of(layers // pipeline)) if pipeline > 1 else (share, 1)
+            micro_batch, chunks = stated or assumed
+            parts = {"micro_batch": micro_batch, "accumulate": share // micro_batch, "chunks": chunks}
+            spread = Spread(devices, tensor=tensor, pipeline=pipeline, **parts, **settings)
             model = TransformerShape(layers, width, heads, words, length, tied=True)
             source = f"Megatron-LM, {kind.upper()}"
             yield Published(source, f"GPT {name}, {devices} devices", kind, model, spread, value, unit)

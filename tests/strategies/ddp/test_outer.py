@@ -60,6 +60,7 @@ def samples(rank: int, world: int, epochs: bool = False, size: int = 8) -> Any:
 def run(kind: type[PlainNet] = Deep, *, epochs: bool = False, **settings: Any) -> tuple[L.Trainer, Any]:
     """A fit of this rank; what DDPPreset takes goes there."""
     names = ("outer_lr", "outer_momentum", "fragments", "local_sgd_period", "compression_start", "precision")
+    names += ("find_unused_parameters",)
     given = {name: settings.pop(name) for name in names if name in settings}
     strategy = lt.preset("ddp_diloco_bf16", **{"precision": "32-true", "local_sgd_period": 4, **given})
     world = int(os.environ["WORLD_SIZE"])
@@ -166,6 +167,15 @@ class Weights(Callback):
         self.validated.append(next(pl_module.parameters()).detach().clone())
 
 
+class Freezes(Callback):
+    """Freezes the blocks amid a period, with weights of each rank's own."""
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
+        if trainer.global_step == 5:
+            self.weight = next(pl_module.parameters()).detach().clone()
+            pl_module.layers[0].requires_grad_(False)
+
+
 def trained(*args: Any, **settings: Any) -> dict[str, Tensor]:
     return weights(run(*args, **settings)[1])
 
@@ -206,6 +216,13 @@ def quick_fits(folder: str) -> dict[str, Any]:
         "DiLoCo": bytes_of_steps(),
         "fragments": bytes_of_steps(fragments=4),
     }
+    warned = pytest.warns(UserWarning, match="this run has no outer optimizer")
+    with warned if os.environ["RANK"] == "0" else nullcontext():
+        run(ckpt_path=f"{folder}/fragments.ckpt", outer_lr=1.0, outer_momentum=0.0)
+    for count in (1, 2):
+        freezes, seen = Freezes(), Weights()
+        found[f"frozen {count}"] = trained(fragments=count, callbacks=[freezes, seen], find_unused_parameters=True)
+        found[f"seen {count}"] = {"frozen": freezes.weight, "steps": seen.steps}
     refused(lt.EMA(), "EMA.*: with compression='local_sgd' each node has other weights")
     refused(lt.RewindOnSpike(), "RewindOnSpike.*: a rewind sets back neither the momentum of the outer optimizer")
     refused(None, "Lookahead, which moves them back to a copy of its own", kind=SlowNet)
@@ -309,8 +326,21 @@ def test_it_trains_as_the_plain_loop_in_every_regime(others: list[dict[str, Any]
 
 
 def test_ranks_end_equal(quick: list[dict[str, Any]]) -> None:
-    for name in (*QUICK, "fragments"):
+    for name in (*QUICK, "fragments", "frozen 1", "frozen 2"):
         assert_equal(quick[0][name], quick[1][name])
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_what_is_frozen_amid_a_period_becomes_the_mean_at_the_next_synchronisation(
+    quick: list[dict[str, Any]], count: int
+) -> None:
+    first, second = (rank[f"seen {count}"] for rank in quick)
+    assert not torch.equal(first["frozen"], second["frozen"])
+    mean = (first["frozen"] + second["frozen"]) / 2
+    at = {1: 8, 2: 6}[count]
+    for steps in (first["steps"], second["steps"]):
+        assert_close({"": steps[at - 1]}, {"": mean}, 1e-6)
+        assert torch.equal(steps[at - 1], steps[-1])
 
 
 @pytest.mark.slow
