@@ -411,7 +411,7 @@ class Distill(TeachingCallback):
         """The mask of the tokens whose logits a call has returned, by position or by name; None if it was given none.
 
         Raises:
-            MisconfigurationException: If it may be that of the encoder, and the logits those of the decoder.
+            MisconfigurationException: If the mask may be the encoder's, and the logits the decoder's.
         """
         part = called.call.part
         names = inspect.signature(part.forward).parameters

@@ -30,7 +30,7 @@ Job = Callable[[], None]
 
 
 class Saving:
-    """What one fit writes in a thread: jobs in their order, and none behind one that has failed.
+    """What one fit writes in a thread: jobs in their order, and none after one that has failed.
 
     Args:
         device: The device of this process, which a new thread does not know.
@@ -58,7 +58,7 @@ class Saving:
         return self._group
 
     def submit(self, path: str | Path, exists: bool, job: Job | None) -> None:
-        """Do a job behind the others, after which there is something at a path or not; None if other ranks do it."""
+        """Do a job when the others are done, after which there is something at a path or not; None if other ranks do it."""
         self._exists[str(path)] = exists
         if job is not None:
             self._thread = self._thread or ThreadPoolExecutor(1, "lightning_tricks_save", self._use_device)
@@ -98,7 +98,7 @@ class AsyncSaves(Strategy):
     """Base of a strategy with ``async_save``: a fit goes on while the checkpoints of ``ModelCheckpoint`` are written.
 
     What is to be saved is copied to host memory first, and a thread writes it. What the callback does after a save,
-    which is to remove older checkpoints and to link ``last.ckpt``, is done behind it in the same thread, and not at all
+    which is to remove older checkpoints and to link ``last.ckpt``, is done after it in the same thread, and not at all
     if it fails. So there is at most one copy, and the older checkpoint stays until the new one is there. The error of
     a write is raised by the next save, or when training ends.
 
