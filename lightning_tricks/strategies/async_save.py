@@ -146,10 +146,10 @@ class AsyncSaves(Strategy):
         for logger in trainer.loggers:
             if _reads_every_checkpoint(logger, every):
                 raise MisconfigurationException(
-                    f"{type(logger).__name__} gets every checkpoint as soon as it is saved, to upload it"
-                    " (log_model=..., or an after_save_checkpoint of its own), got async_save=True, with which it is not"
-                    " there yet. Leave one of them out, or pass log_model=True and ModelCheckpoint(save_top_k=1), of"
-                    " which the best are uploaded at the end."
+                    f"{type(logger).__name__} uploads every checkpoint as soon as it is saved (log_model=..., or an"
+                    " after_save_checkpoint of its own), got async_save=True, with which it is not there yet. Leave one"
+                    " of them out, or pass log_model=True and ModelCheckpoint(save_top_k=1), of which the best are"
+                    " uploaded at the end."
                 )
         self._saving = Saving(self.root_device)
         wrap = self._saving.undo.callback
@@ -236,9 +236,9 @@ def _reads_every_checkpoint(logger: Logger, every_is_kept: bool) -> bool:
 
 
 def staged(state: Any) -> Any:
-    """A copy of a checkpoint's values, in host memory what is large: the tensors of its dictionaries and lists.
+    """A copy of a checkpoint's values; the tensors of its dictionaries and lists are copied to host memory.
 
-    What shares memory in them shares it in the copy.
+    What shares memory in these shares it in the copy.
 
     Raises:
         MisconfigurationException: For a tensor that cannot be copied.
@@ -247,22 +247,22 @@ def staged(state: Any) -> Any:
     from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
     stager, tensors = DefaultStager(StagingOptions(False, False, False, False)), [*_plain_tensors(state)]
+    copies: dict[int, Tensor] = {}
     try:
-        copies: Any = stager.stage(tensors)  # type: ignore[arg-type]  # it copies what pickle can
-        for copied, tensor in zip(copies, tensors, strict=True):
-            copied.requires_grad_(tensor.requires_grad)
-        return copy.deepcopy(state, {id(tensor): copied for tensor, copied in zip(tensors, copies, strict=True)})
-    except (NotImplementedError, RuntimeError) as error:  # of a subclass of Tensor, such as a state of torchao's optimizers
+        for tensor, copied in zip(tensors, stager.stage(tensors), strict=True):  # type: ignore[arg-type]
+            copies[id(tensor)] = copied.requires_grad_(tensor.requires_grad)
+        return copy.deepcopy(state, copies)
+    except RuntimeError as error:  # of a subclass of Tensor, such as a state of torchao's optimizers
         raise MisconfigurationException(
-            f"async_save=True writes a copy of the checkpoint, got a tensor that has none: {error}. Leave async_save"
-            " out, or take the optimizer from lightning_tricks.optimizer(), whose states are plain tensors."
+            f"async_save=True writes a copy of the checkpoint, got a tensor that cannot be copied: {error}. Leave"
+            " async_save out, or take the optimizer from lightning_tricks.optimizer(), whose states are plain tensors."
         ) from error
     finally:
         stager.close()  # It would hold the copy until Python collects cycles.
 
 
 def _plain_tensors(state: Any) -> Iterator[Tensor]:
-    """The tensors that are their memory and no more: torch's stager loses a Parameter's class and a conjugate's sign."""
+    """Tensors that torch's stager copies right: a Parameter would lose its class, and a conjugate its sign."""
     if type(state) in (Tensor, DTensor):
         if state.layout == torch.strided and not (state.is_conj() or state.is_neg()):
             yield state
