@@ -246,11 +246,12 @@ def staged(state: Any) -> Any:
     # Importing it takes a tenth of a second.
     from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
-    stager, tensors = DefaultStager(StagingOptions(False, False, False, False)), [*_plain_tensors(state)]
-    copies: dict[int, Tensor] = {}
+    stager = DefaultStager(StagingOptions(False, False, False, False))
+    tensors: dict[Any, Tensor] = {id(tensor): tensor for tensor in _plain_tensors(state)}
     try:
-        for tensor, copied in zip(tensors, stager.stage(tensors), strict=True):  # type: ignore[arg-type]
-            copies[id(tensor)] = copied.requires_grad_(tensor.requires_grad)
+        copies: Any = stager.stage(tensors)
+        for key, tensor in tensors.items():
+            copies[key].requires_grad_(tensor.requires_grad)
         return copy.deepcopy(state, copies)
     except RuntimeError as error:  # of a subclass of Tensor, such as a state of torchao's optimizers
         raise MisconfigurationException(
