@@ -102,7 +102,7 @@ class AsyncSaves(Strategy):
     """Base of a strategy with ``async_save``: a fit goes on while the checkpoints of ``ModelCheckpoint`` are written.
 
     What is to be saved is copied to host memory first, and a thread writes it. What the callback does after a save,
-    which is to remove older checkpoints and to link ``last.ckpt``, is done behind it in the same thread, and not at all
+    which is to remove older checkpoints and to link ``last.ckpt``, is done after it in the same thread, and not at all
     if it fails. So there is at most one copy, and the older checkpoint stays until the new one is there. The error of
     a write is raised by the next save, or when training ends.
 
