@@ -339,7 +339,7 @@ MUTANTS = {
     # Saves while training goes on
     "a checkpoint is written from the memory that training changes": Mutant(
         "strategies/async_save.py",
-        "        return DefaultStager(StagingOptions(False, False, False, False)).stage(state)",
+        "        return copy.deepcopy(state, copies)",
         "        return state",
         "strategies/test_async_save.py::test_a_file_has_the_state_of_the_moment_of_saving",
     ),

@@ -145,6 +145,13 @@ def test_what_a_batch_in_chunks_takes() -> None:
     assert "takes {:.2f} times as long on a CPU, with two passes written by hand {:.2f} times".format(*times) in page
 
 
+def test_what_a_step_that_saves_takes() -> None:
+    found = of_cost("async_save")
+    ratios = [found[kind, "async_save=True"]["over_floor"] for kind in ("file", "folder")]
+    page = " ".join((DOCS / "strategies.md").read_text().split())
+    assert "{:.2f} of the stall of a save that is waited for, with a folder {:.2f}".format(*ratios) in page
+
+
 def test_what_faster_settings_of_the_trainer_save() -> None:
     found, over = of_cost("speed"), "over a default Trainer's step"
     saved, logs = (-found[over, what]["median"] / 1000 for what in ("speed_preset()", "default, without self.log"))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from functools import partial
@@ -16,9 +17,12 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import Logger
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from lightning_tricks.core.lightning.patching import wrap_method
@@ -140,13 +144,12 @@ class AsyncSaves(Strategy):
         checkpoints = callbacks_of(trainer, ModelCheckpoint)
         every = any(callback.save_top_k == -1 for callback in checkpoints)
         for logger in trainer.loggers:
-            if getattr(logger, "_log_model", False) == "all" or (
-                getattr(logger, "_log_model", False) is True and every
-            ):
+            if _reads_every_checkpoint(logger, every):
                 raise MisconfigurationException(
-                    f"{type(logger).__name__}(log_model=...) uploads every checkpoint as soon as it is saved, got"
-                    " async_save=True, with which it is not there yet. Leave one of them out, or pass log_model=True"
-                    " and ModelCheckpoint(save_top_k=1), of which the best are uploaded at the end."
+                    f"{type(logger).__name__} uploads every checkpoint as soon as it is saved (log_model=..., or an"
+                    " after_save_checkpoint of its own), got async_save=True, with which it is not there yet. Leave one"
+                    " of them out, or pass log_model=True and ModelCheckpoint(save_top_k=1), of which the best are"
+                    " uploaded at the end."
                 )
         self._saving = Saving(self.root_device)
         wrap = self._saving.undo.callback
@@ -223,8 +226,19 @@ class AsyncSaves(Strategy):
         original()
 
 
+def _reads_every_checkpoint(logger: Logger, every_is_kept: bool) -> bool:
+    """Whether a logger reads checkpoints when they are saved; of one with a hook of its own nobody knows."""
+    log_model = getattr(logger, "_log_model", None)
+    if log_model is not None:
+        return log_model == "all" or (log_model is True and every_is_kept)
+    hook, own = type(logger).after_save_checkpoint.__module__, Logger.after_save_checkpoint.__module__
+    return hook.partition(".")[0] != own.partition(".")[0]
+
+
 def staged(state: Any) -> Any:
-    """A copy of a checkpoint's values in host memory; what shares memory in it shares it in the copy.
+    """A copy of a checkpoint's values; the tensors of its dictionaries and lists are copied to host memory.
+
+    What shares memory in these shares it in the copy.
 
     Raises:
         MisconfigurationException: For a tensor that cannot be copied.
@@ -232,13 +246,30 @@ def staged(state: Any) -> Any:
     # Importing it takes a tenth of a second.
     from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
+    stager = DefaultStager(StagingOptions(False, False, False, False))
+    tensors: dict[Any, Tensor] = {id(tensor): tensor for tensor in _plain_tensors(state)}
     try:
-        return DefaultStager(StagingOptions(False, False, False, False)).stage(state)
-    except NotImplementedError as error:  # of a subclass of Tensor, such as a state of torchao's optimizers
+        copies: Any = stager.stage(tensors)
+        for key, tensor in tensors.items():
+            copies[key].requires_grad_(tensor.requires_grad)
+        return copy.deepcopy(state, copies)
+    except RuntimeError as error:  # of a subclass of Tensor, such as a state of torchao's optimizers
         raise MisconfigurationException(
-            f"async_save=True writes a copy of the checkpoint, got a tensor that has none: {error}. Leave async_save"
-            " out, or take the optimizer from lightning_tricks.optimizer(), whose states are plain tensors."
+            f"async_save=True writes a copy of the checkpoint, got a tensor that cannot be copied: {error}. Leave"
+            " async_save out, or take the optimizer from lightning_tricks.optimizer(), whose states are plain tensors."
         ) from error
+    finally:
+        stager.close()  # It would hold the copy until Python collects cycles.
+
+
+def _plain_tensors(state: Any) -> Iterator[Tensor]:
+    """Tensors that torch's stager copies right: a Parameter would lose its class, and a conjugate its sign."""
+    if type(state) in (Tensor, DTensor):
+        if state.layout == torch.strided and not (state.is_conj() or state.is_neg()):
+            yield state
+    elif isinstance(state, Mapping | list | tuple):
+        for value in state.values() if isinstance(state, Mapping) else state:
+            yield from _plain_tensors(value)
 
 
 def error_of(action: Job) -> BaseException | None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
+import io
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -99,9 +102,16 @@ def test_a_file_has_the_state_of_the_moment_of_saving(tmp_path: Path) -> None:
 
 
 def test_values_of_every_kind_are_copied_and_share_what_they_shared() -> None:
-    weight = torch.ones(4)
+    weight, module = torch.ones(4), nn.Linear(2, 1)
     given = {"w": weight, "part": weight[1:], "list": [1, {"x": torch.zeros(2)}], "b": torch.ones(2).bfloat16()}
-    copy = staged(given)
+    kinds = {
+        "conjugate": torch.tensor([1 + 2j]).conj(),
+        "negative": torch.tensor([1 + 2j]).conj().imag,
+        "sparse": torch.eye(2).to_sparse(),
+        "leaf": torch.ones(2, requires_grad=True),
+        "result": torch.ones(2, requires_grad=True) * 2,
+    }
+    copy = staged({**given, **kinds, "module": module})
     weight.add_(1)
     given["list"][1]["x"].add_(1)
     given["list"].append(2)
@@ -110,6 +120,30 @@ def test_values_of_every_kind_are_copied_and_share_what_they_shared() -> None:
     assert copy["list"][1]["x"].tolist() == [0, 0]
     assert copy["part"].untyped_storage().data_ptr() == copy["w"].untyped_storage().data_ptr()
     assert copy["b"].dtype == torch.bfloat16
+    written = io.BytesIO()
+    torch.save({name: copy[name] for name in kinds}, written)
+    written.seek(0)
+    for name, tensor in torch.load(written, weights_only=True).items():
+        assert tensor.requires_grad == kinds[name].requires_grad
+        assert torch.equal(plain(tensor), plain(kinds[name]))
+    assert type(copy["module"].weight) is nn.Parameter  # such as a hyperparameter, which is trained after loading it
+    assert copy["module"].weight.data_ptr() != module.weight.data_ptr()
+    with pytest.raises(MisconfigurationException, match="got a tensor that cannot be copied"):
+        staged({"a": torch.ones(2, device="meta")})
+
+
+def plain(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_dense().resolve_conj().resolve_neg()
+
+
+def test_a_copy_is_gone_when_it_is_written() -> None:
+    weight = torch.ones(4)
+    gc.disable()
+    try:
+        memory = weakref.ref(staged({"w": weight})["w"].untyped_storage())
+        assert memory() is None
+    finally:
+        gc.enable()
 
 
 def test_what_comes_after_a_save_waits_for_it_and_training_does_not(tmp_path: Path) -> None:
@@ -241,12 +275,19 @@ class Uploads(CSVLogger):
         self._log_model = log_model
 
 
+class Reads(CSVLogger):
+    def after_save_checkpoint(self, checkpoint_callback: ModelCheckpoint) -> None:
+        load(Path(checkpoint_callback.best_model_path))
+
+
 def test_what_cannot_be_right_is_refused(tmp_path: Path) -> None:
     with pytest.raises(MisconfigurationException, match="got the plugin AsyncCheckpointIO"):
         train(tmp_path, True, io=AsyncCheckpointIO())
     for log_model in ("all", True):
-        with pytest.raises(MisconfigurationException, match=r"Uploads.log_model=.* uploads every checkpoint"):
+        with pytest.raises(MisconfigurationException, match="Uploads uploads every checkpoint as soon as"):
             train(tmp_path, True, logger=Uploads(tmp_path, log_model))
+    with pytest.raises(MisconfigurationException, match="Reads uploads every checkpoint as soon as"):
+        train(tmp_path, True, logger=Reads(tmp_path))
     train(tmp_path / "a", True, logger=Uploads(tmp_path / "b", True), checkpoint={"save_top_k": 1}, log_every_n_steps=1)
     with pytest.raises(TypeError, match="async_save must be"):
         lt.preset("ddp_bf16", async_save=1)
