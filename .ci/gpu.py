@@ -59,9 +59,10 @@ TESTS = (
 BENCHMARKS = (
     *("ema", "sam", "mixup", "guards", "memory", "lean_loss", "optimizers", "lora", "speed", "hard_examples"),
     *("networks", "checkpoints", "grad_cache", "together", "length_buckets", "data_wait", "scaling", "step_scaling"),
+    "single",
 )
 LARGER = ("lora_7b", "resnet18", "gpt", "vit_small")  # of benchmarks/gpu: last, since they take an hour or more
-ON_THE_CPU = ("import_time", "schedules", "ranks")  # measure nothing of one device
+ON_THE_CPU = ("import_time", "schedules", "ranks", "many_ranks", "async_save")  # measure nothing of one device
 LIGHTNINGS = ("lightning", "pytorch_lightning")
 NEEDED = ("torch", "torchmetrics", "tqdm", "typing_extensions")
 OPTIONAL = ("pytest", "timm", "torchvision", "transformers", "peft", "torchao", "deepspeed")

@@ -102,5 +102,13 @@ def test_every_table_is_html_too() -> None:
         "</table><p>a&lt;b: an update is 25% of the weights. Its learning rate is probably too high.</p>"
     )
     assert {kind.__name__ for kind in Tabled.__subclasses__()} == {
-        *("Comparison", "LabelReport", "MemoryEstimate", "SoupAndEnsemble", "TrainingInspection", "TrainingPlan", "TricksProfile")
+        *(
+            "Comparison",
+            "LabelReport",
+            "MemoryEstimate",
+            "SoupAndEnsemble",
+            "TrainingInspection",
+            "TrainingPlan",
+            "TricksProfile",
+        )
     }

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import os
-import secrets
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
@@ -27,7 +26,7 @@ from typing_extensions import override
 
 from lightning_tricks.core.lightning.patching import wrap_method
 from lightning_tricks.core.lightning.trainer import callbacks_of, is_fitting
-from lightning_tricks.core.safe_load.atomic_folder import hidden, put_in_place
+from lightning_tricks.core.safe_load.atomic_folder import put_link
 from lightning_tricks.core.safe_load.damage import folder_error
 
 Job = Callable[[], None]
@@ -62,7 +61,7 @@ class Saving:
         return self._group
 
     def submit(self, path: str | Path, exists: bool, job: Job | None) -> None:
-        """Do a job when the others are done, after which there is something at a path or not; None if other ranks do it."""
+        """Do a job after the others; then there is something at a path or not. None if other ranks do it."""
         self._exists[str(path)] = exists
         if job is not None:
             self._thread = self._thread or ThreadPoolExecutor(1, "lightning_tricks_save", self._use_device)
@@ -298,7 +297,4 @@ def _write_file(
 def _link(filepath: str, linkpath: str) -> None:
     """Let a link stand for a checkpoint, in place of what had its name."""
     if os.path.abspath(filepath) != os.path.abspath(linkpath):
-        link = Path(linkpath)
-        new = hidden(link, secrets.token_hex(4), "saving")
-        new.symlink_to(os.path.relpath(filepath, link.parent))
-        put_in_place(new, link)
+        put_link(Path(filepath), Path(linkpath))

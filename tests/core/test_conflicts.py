@@ -193,8 +193,11 @@ CASES: dict[str, tuple[list[Run], list[Run]]] = {
         [Run((lt.LRSchedule,), Stepped), Run((lt.LRSchedule,), Cosine), Run((lt.LRSchedule,), Plateau)],
         [Run((lt.EMA,), Stepped), Run((partial(lt.LRSchedule, replace=True),), Stepped)],
     ),
-    "SAMCallback-static_graph": (
-        [Run((), Sharp, static), Run((lt.SAMCallback,), PlainNet, static), Run((), Chunked, static)],
+    "FitsMemory-static_graph": (
+        [
+            *(Run((), Sharp, static), Run((lt.SAMCallback,), PlainNet, static), Run((), Chunked, static)),
+            Run((lt.FitsMemory,), PlainNet, static),
+        ],
         [Run((), PlainNet, static), Run((), Sharp, {"strategy": lambda: lt.DDPPreset(precision="32-true")})],
     ),
     "SAMCallback-SAMHooks": (
@@ -296,6 +299,28 @@ CASES: dict[str, tuple[list[Run], list[Run]]] = {
     "StepInBackward-SAMHooks": (
         [Run((lt.StepInBackward,), Sharp), Run((lt.StepInBackward, lt.SAMCallback))],
         [Run((lt.StepInBackward,), Cosine)],
+    ),
+    "FitsMemory-SAMHooks": (
+        [Run((lt.FitsMemory,), Sharp), Run((lt.SAMCallback, lt.FitsMemory))],
+        [Run((lt.FitsMemory,), Cosine)],
+    ),
+    "FitsMemory-GradCacheHooks": ([Run((lt.FitsMemory,), Chunked)], [Run((lt.FitsMemory, lt.EMA))]),
+    "FitsMemory-StepInBackward": ([Run((lt.FitsMemory, lt.StepInBackward))], [Run((lt.FitsMemory, lt.AutoClip))]),
+    "FitsMemory-HiddenMixup": (
+        [
+            Run((lt.FitsMemory, partial(lt.HiddenMixup, r"layers\.0"))),
+            Run((lt.FitsMemory, lt.LabelErrors)),
+        ],
+        [Run((lt.FitsMemory, lt.Mixup))],
+    ),
+    "FitsMemory-HardExampleFilter": (
+        [Run((lt.FitsMemory, loss_filter))],
+        [Run((lt.FitsMemory, partial(lt.HardExampleFilter, mode="prune")))],
+    ),
+    "FitsMemory-TokenMean": ([Run((lt.FitsMemory, lt.TokenMean))], [Run((lt.FitsMemory,))]),
+    "FitsMemory-Distill": (
+        [Run((lt.FitsMemory, mean_teacher))],
+        [Run((partial(lt.FitsMemory, count=lambda batch: len(batch[1])), mean_teacher))],
     ),
     "StepInBackward-StepInBackward": ([Run((lt.StepInBackward, lt.StepInBackward))], [Run((lt.StepInBackward,))]),
     "StepInBackward-ModelCheckpoint": (

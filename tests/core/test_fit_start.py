@@ -9,6 +9,7 @@ from typing import Any
 import lightning as L
 import pytest
 from lightning.pytorch.callbacks import Callback
+from lightning_utilities.core import rank_zero
 
 import lightning_tricks as lt
 from lightning_tricks.core.fit_start import active
@@ -257,7 +258,7 @@ def rank_says(strategy: str) -> list[str]:
         def emit(self, record: logging.LogRecord) -> None:
             said.append(record.getMessage())
 
-    logger = logging.getLogger("lightning.pytorch")
+    logger = rank_zero.log  # of the Lightning that was imported last
     logger.setLevel(logging.INFO)
     logger.addHandler(Keep())
     fit(build(Curved), **{**FEW, "strategy": strategy, "devices": 2}, callbacks=[lt.EMA(start=0.5)])

@@ -242,7 +242,7 @@ LEFT_OUT = {
         [
             *("BatchSizeResult", "Comparison", "CrossValidation", "EnvironmentReport", "LRFinderResult"),
             *("MemoryEstimate", "PostHocSweep", "Sharpness", "SoupAndEnsemble", "Suggestion", "Temperature"),
-            *("LabelReport", "NonFiniteOrigin", "TrainingInspection", "TricksProfile", "WorkersResult"),
+            *("LabelReport", "NonFiniteOrigin", "TrainingInspection", "TrainingPlan", "TricksProfile", "WorkersResult"),
         ],
         "a result, which nobody constructs",
     ),

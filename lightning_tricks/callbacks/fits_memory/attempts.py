@@ -29,13 +29,13 @@ class Step:
         run: The step, with its batch as the first argument.
         start: The state of the module and the random numbers.
         exchanges_buffers: Whether the next forward pass of DDP does so; None without DDP.
-        forward: What the forward pass has left of the module, if hooks run before the backward pass.
+        after_forward: What the forward pass has left of the module, if hooks run before the backward pass.
     """
 
     run: partial[Any]
     start: Start
     exchanges_buffers: bool | None
-    forward: ModuleState | None = None
+    after_forward: ModuleState | None = None
 
 
 class Attempts:

@@ -116,7 +116,6 @@ class FitsMemory(Trick):
             lambda trick, other: trick.count is None,
         ),
         Conflict(("static_graph",), "DDP's static graph allows no second run of a step", "Remove static_graph"),
-        Conflict(("FitsMemory",), "both would run a failed step again", "Remove one of them"),
     )
 
     def __init__(self, *, minimum: int = 1, count: Count | None = None) -> None:
@@ -167,7 +166,7 @@ class FitsMemory(Trick):
             module.log(call.pop("name"), call.pop("value"), **call)
         if forward.loss is not None:
             if _runs_before_backward(self._trainer):
-                step.forward = ModuleState(module, compared=True)
+                step.after_forward = ModuleState(module, compared=True)
             self._pending = step, forward
         return forward.output
 
@@ -194,7 +193,7 @@ class FitsMemory(Trick):
         def backward(loss: Tensor) -> None:
             original(loss, *args, **kwargs)
 
-        changed, step.forward = step.forward and _changed(step.forward, module), None
+        changed, step.after_forward = step.after_forward and _changed(step.after_forward, module), None
         while True:
             before = GradientsBefore(trained_weights(module))
             if self._attempts.attempt(step, partial(descend, self._trainer, forward, before, backward)):

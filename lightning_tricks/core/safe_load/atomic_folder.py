@@ -45,6 +45,13 @@ def put_in_place(new: Path, final: Path) -> None:
         discard(old)
 
 
+def put_link(target: Path, link: Path) -> None:
+    """Let a relative link to a path take the place of what had its name."""
+    new = hidden(link, secrets.token_hex(4), "saving")
+    new.symlink_to(os.path.relpath(target, link.parent))
+    put_in_place(new, link)
+
+
 def _mark_if_folder(path: Path) -> bool:
     """Whether this is a folder; it is marked, for ``sweep`` to know it under another name, unless the disk is full."""
     if path.is_symlink() or not path.is_dir():
