@@ -28,6 +28,7 @@ from lightning_tricks.checkpoints.files import folder_of
 from lightning_tricks.core.adapters.base import weights_checksum
 from lightning_tricks.core.checks import check_bool, check_choice, check_count, check_range, check_type
 from lightning_tricks.core.lightning.namespace import require_same_lightning
+from lightning_tricks.core.lightning.trainer import heed_sigterm
 from lightning_tricks.core.report import progress
 from lightning_tricks.core.safe_load.atomic_file import atomic_write
 from lightning_tricks.core.safe_load.own_folder import new_folder, require_folder, require_own
@@ -242,6 +243,7 @@ class _Runs:
             begin = time.perf_counter()
             with marked_is_empty(own):
                 trainer.fit(module, *data)
+            heed_sigterm(trainer)
             seconds = time.perf_counter() - begin
             run: Run = {"metrics": _measured(trainer, module, data, self._checkpoint), "seconds": seconds}
         except Exception as error:
@@ -304,6 +306,7 @@ def _measured(trainer: L.Trainer, module: Any, data: Sequence[Any], checkpoint: 
             path = {"ckpt_path": "best", "weights_only": False} if checkpoint == "best" else {}
             for rows in getattr(trainer, stage)(module, *loaders[stage], **path, verbose=False):
                 found.update(rows)
+            heed_sigterm(trainer)
     return found
 
 

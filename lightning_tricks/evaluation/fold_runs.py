@@ -25,7 +25,7 @@ from lightning_tricks.checkpoints.files import load
 from lightning_tricks.core.checks import check_type
 from lightning_tricks.core.lightning.loaders import on_device
 from lightning_tricks.core.lightning.namespace import require_same_lightning
-from lightning_tricks.core.lightning.trainer import callbacks_of
+from lightning_tricks.core.lightning.trainer import callbacks_of, heed_sigterm
 from lightning_tricks.core.report import progress
 from lightning_tricks.core.safe_load.atomic_file import atomic_write
 from lightning_tricks.core.safe_load.own_folder import new_folder, require_own
@@ -167,13 +167,16 @@ class FoldRuns:
         trainer.callbacks.append(writer := _Writer(folder, tried))  # type: ignore[attr-defined]
         with marked_is_empty(folder):
             trainer.fit(module, **loaders)
+        heed_sigterm(trainer)
         trainer.strategy.barrier()
         best, *_ = writer.checkpoints()
         given = {"datamodule": loaders.get("datamodule"), "dataloaders": loaders.get("val_dataloaders")}
         trusted: dict[str, Any] = {**given, "ckpt_path": best, "weights_only": False}  # this run has written it
         (metrics,) = trainer.validate(module, verbose=False, **trusted)
+        heed_sigterm(trainer)
         if self.predict:
             trainer.predict(module, return_predictions=False, **trusted)
+            heed_sigterm(trainer)
         trainer.strategy.barrier()
         if trainer.is_global_zero:
             self._write(number, writer, dict(metrics))

@@ -17,7 +17,7 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 from scipy import stats
 
 import lightning_tricks as lt
@@ -142,6 +142,21 @@ def test_a_run_that_was_killed_is_made_again_and_finished_ones_are_kept(tmp_path
     assert table == expected
     assert not (folder / "a%2Fb" / "seed1" / "half").exists()
     assert {path: path.stat().st_mtime_ns for path in finished} == finished
+
+
+@pytest.mark.parametrize("stage", ["fit", "validate"])
+def test_a_sigterm_amid_the_last_batch_of_a_loop_ends_the_comparison(stage: str, tmp_path: Path) -> None:
+    class Ended(Net):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            super().validation_step(batch, batch_idx)
+            last = batch_idx == self.trainer.num_val_batches[0] - 1
+            if last and self.trainer.state.fn == stage and self.trainer.current_epoch >= self.trainer.max_epochs - 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    arms = {"one": lambda folder: fit(folder, kind=Ended), "two": fit}
+    with pytest.raises(SIGTERMException):
+        lt.compare(arms, folder=tmp_path, **ASKED)
+    assert not [*tmp_path.glob("two/seed*")]
 
 
 def test_finished_runs_are_read_for_any_metric_and_beside_new_arms(tmp_path: Path) -> None:

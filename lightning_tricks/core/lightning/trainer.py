@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import signal
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, TypeVar
@@ -15,6 +16,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
@@ -120,6 +122,16 @@ def subtract_steps(trainer: L.Trainer, steps: int) -> None:
     for tracker in (progress.total, progress.current):
         tracker.ready -= steps
         tracker.completed -= steps
+
+
+def heed_sigterm(trainer: L.Trainer) -> None:
+    """End a program of several runs after a SIGTERM amid the last batch of a loop, which Lightning notes and forgets.
+
+    Raises:
+        SIGTERMException: With exit status 143.
+    """
+    if trainer.received_sigterm:
+        raise SIGTERMException(128 + signal.SIGTERM)
 
 
 def is_last_step(trainer: L.Trainer) -> bool:
