@@ -42,10 +42,12 @@ def pytest_xdist_auto_num_workers() -> int:
     return 2 * (os.cpu_count() or 1)
 
 
-def pytest_xdist_setupnodes(specs: list[Any]) -> None:
+def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
     from tests.warm import fork_workers
 
-    fork_workers(len(specs))
+    asked = [Path(argument.split("::")[0]) for argument in config.args]
+    files = {file for path in asked for file in ([path] if path.is_file() else path.rglob("test_*.py"))}
+    fork_workers(len(specs), [file.resolve().relative_to(CHECKOUT) for file in sorted(files)])
 
 
 def names_here() -> set[str]:

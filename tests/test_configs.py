@@ -115,7 +115,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 QUICK = ("digits", "glosses", "digits_schedule", "ddp_bf16", "cutmix", "ema_sam")  # the first of each kind
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "config",
     [pytest.param(path, marks=[] if path.stem in QUICK else pytest.mark.slow) for path in CONFIGS],

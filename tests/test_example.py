@@ -64,6 +64,7 @@ def test_one_message_names_everything_that_is_missing(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_the_example_is_a_correct_trick(tmp_path: Path) -> None:
     copy = with_everything(tmp_path / "copy")
     regimes = ["tests/conformance/test_naive.py", "tests/conformance/test_no_op.py", "tests/conformance/test_yaml.py"]

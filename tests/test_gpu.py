@@ -145,6 +145,7 @@ def test_behind_it():
 """
 
 
+@pytest.mark.slow
 def test_a_killed_process_goes_on_behind_the_test_that_killed_it_twice(script: Any, tmp_path: Path) -> None:
     assert work(script, tmp_path, pytests(tmp_path, TESTS))
     assert outcomes(tmp_path) == {
@@ -168,6 +169,7 @@ def test_it(number):
 """
 
 
+@pytest.mark.slow
 def test_what_comes_after_an_error_of_the_device_has_another_process(script: Any, tmp_path: Path) -> None:
     assert work(script, tmp_path, pytests(tmp_path, DEVICE_ERROR))
     assert [why.split()[0] for why in outcomes(tmp_path).values()] == ["passed", "failed", "passed"]

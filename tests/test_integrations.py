@@ -28,6 +28,7 @@ class Sharp(lt.SAMMixin, NormNet):
     sam = lt.SAM(0.05)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("validate", ["averaged", "both"])
 def test_a_pruned_trial_leaves_the_raw_weights_and_the_next_one_is_as_the_first(validate: Any) -> None:
     """Optuna raises in ``on_validation_end``, while the module may hold the averages."""

@@ -101,6 +101,7 @@ KINDS: dict[str, tuple[Callable[[Path], Logger], Callable[[Path], Logged]]] = {
 ALONE = [["CSV"], ["TensorBoard"], pytest.param(["WandB"], marks=pytest.mark.slow)]  # it is among all three, too
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("names", [*ALONE, ["CSV", "TensorBoard", "WandB"], []], ids=str)
 def test_every_metric_goes_to_every_logger(names: list[str], tmp_path: Path) -> None:
     loggers = [KINDS[name][0](tmp_path / name) for name in names]
@@ -121,7 +122,7 @@ def test_every_metric_goes_to_every_logger(names: list[str], tmp_path: Path) -> 
                 assert logged[key][-1][1] == pytest.approx(last[key], rel=1e-6)
 
 
-@pytest.mark.few(20)
+@pytest.mark.few(10)
 @pytest.mark.parametrize("name", [name for name, trick in SETTINGS.items() if not trick.images])
 def test_each_trick_logs_what_is_said_here(name: str, tmp_path: Path) -> None:
     trick = SETTINGS[name]

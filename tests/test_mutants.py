@@ -9,6 +9,7 @@ from lightning_tricks.core.lightning.fit import Place
 from tests.mutants import MUTANTS, has_test, mutated, plant
 
 
+@pytest.mark.few(26)
 @pytest.mark.parametrize("name", MUTANTS)
 def test_what_it_replaces_stands_there_once_and_its_test_exists(name: str) -> None:
     compile(mutated(MUTANTS[name]), MUTANTS[name].file, "exec")

@@ -43,6 +43,7 @@ def test_two_lines_say_when_and_what_to_change(recipe: Path) -> None:
     assert len(re.findall(r"class_path: \w+ # docs/tricks/", "\n".join(rest))) == len(own)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("recipe", [path for path in RECIPES if path.stem in QUICK], ids=lambda path: path.stem)
 @pytest.mark.filterwarnings("ignore:You requested to overfit but enabled train dataloader shuffling")
 def test_it_trains(recipe: Path, folder: Path) -> None:

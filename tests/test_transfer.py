@@ -196,6 +196,7 @@ def test_peft_trains_its_adapter_alone_and_saves_it(kind: str, tmp_path: Path) -
     assert (tmp_path / "adapter_model.safetensors").stat().st_size < 4 * sum(p.numel() for p in before.values()) / 20
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_tricks_at_their_limit_change_nothing_beside_peft(kind: str) -> None:
     plain = weights(tuned(kind))

@@ -99,6 +99,7 @@ LINKED = """
 """
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
 @pytest.mark.parametrize("init", [LINKED, pytest.param("", marks=pytest.mark.slow)], ids=["linked", "made"])
 def test_nothing_is_left_behind(init: str, name: str, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Workers of pytest-xdist, forked from the one process that has imported what tests import.
+"""Workers of pytest-xdist, forked from the one process that has imported the tests and what they import.
 
 A worker that execnet starts spends half a minute of processor time on imports, its own and those of its forkserver for
 ``tests.ranks``. Forked ones share them, so that a machine of two cores has more workers than it has cores: while the
@@ -13,11 +13,14 @@ import multiprocessing
 import os
 import sys
 import warnings
+from collections.abc import Sequence
 from contextlib import suppress
 from importlib import import_module
 from multiprocessing import forkserver, resource_tracker, util
+from pathlib import Path
 from typing import Any, NoReturn
 
+import pytest
 import torch
 from execnet import gateway_io
 from execnet.gateway_base import Popen2IO
@@ -28,7 +31,7 @@ HEAVY = (
     "jupytext",
     "optuna",
     "peft",
-    "pytorch_lightning",  # not pytorch_lightning_tricks: its tests begin where it has not been imported
+    "pytorch_lightning",
     "sklearn.linear_model",
     "tensordict",
     "timm.utils",
@@ -54,8 +57,14 @@ class ForkedIO(Popen2IO):
         self._process.kill()
 
 
-def fork_workers(count: int) -> None:
-    """Fork so many workers, before execnet's first thread, and let execnet have them in place of new processes."""
+def fork_workers(count: int, tests: Sequence[Path]) -> None:
+    """Fork so many workers, before execnet's first thread, and let execnet have them in place of new processes.
+
+    Args:
+        count: How many.
+        tests: The files of tests that they will collect. Those of ``pytorch_lightning_tricks`` are left to them: they
+            begin where it has not been imported. So are those that cannot be imported, whose error a worker reports.
+    """
     if sys.platform != "linux" or torch.accelerator.is_available():  # forks can use neither CUDA nor macOS's frameworks
         return
     with warnings.catch_warnings():
@@ -63,6 +72,10 @@ def fork_workers(count: int) -> None:
         for name in ("tests.ranks_preload", *HEAVY):
             with suppress(ImportError):
                 import_module(name)
+        for path in tests:
+            if "pytorch_lightning_tricks" not in path.read_text():
+                with suppress(Exception, pytest.skip.Exception, pytest.fail.Exception):  # those are no Exception
+                    import_module(".".join(path.with_suffix("").parts))
     gc.collect()
     gc.freeze()  # pages stay shared
     for _ in range(count):

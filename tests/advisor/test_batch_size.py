@@ -174,6 +174,7 @@ def test_the_second_pass_of_sam_counts() -> None:
     assert find(module, max_size=8).batch_size == 5
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("settings", "arguments", "accumulates"),
     [
@@ -192,6 +193,7 @@ def test_gradients_that_wait_while_others_are_accumulated_count(
     assert result.batch_size == 6
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("effective", "batch", "accumulation"), [(8, 8, 1), (11, 11, 1), (22, 11, 2), (48, 8, 6), (13, 6, 2)]
 )
@@ -363,6 +365,7 @@ def test_in_a_trainer_that_has_fitted() -> None:
     assert run.global_step == steps == 12
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize(
     "settings",
     [
@@ -665,6 +668,7 @@ def test_a_gpu_keeps_its_margin() -> None:
         assert (torch.cuda.max_memory_allocated() <= 0.6 * total) == fits
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("margin", "size"), [(0.0, 20), (0.38, 12), (0.88, 2)])
 def test_the_memory_of_a_device_decides(margin: float, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a device of which each sample takes a twentieth."""

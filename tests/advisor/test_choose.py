@@ -64,7 +64,7 @@ CASES: list[tuple[Any, dict[str, Any], str | None]] = [
 ]
 
 
-@pytest.mark.few(10)
+@pytest.mark.few(5)
 @pytest.mark.parametrize(("model", "hardware", "expected"), CASES)
 def test_the_tree(model: Any, hardware: dict[str, Any], expected: str | None) -> None:
     machines = Hardware(**{"device_memory": 24 * GB, "host_memory": 256 * GB, **hardware})
@@ -282,6 +282,7 @@ def test_what_cannot_fit_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> Non
     assert len(measured) == 2  # FSDP2, and DDP with states of 8 bits: both fit
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(("batch_size", "devices"), [(256, 1), (256, 4), (100, 3), (2, 4), (None, 2)])
 def test_batch_size_and_accumulation(batch_size: int | None, devices: int) -> None:
     net = nn.Sequential(nn.Linear(1000, 4000), nn.ReLU(), nn.Linear(4000, 1000))

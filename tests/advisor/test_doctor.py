@@ -317,12 +317,14 @@ def test_a_schedule_stepped_by_the_wrong_interval(name: str) -> None:
     assert found(scheduled(by_steps, "step"), **EPOCHS) == found(scheduled(by_epochs, "epoch"), **EPOCHS) == {}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("make", [get_linear_schedule_with_warmup, get_cosine_schedule_with_warmup])
 def test_a_warm_up_of_transformers_that_is_stepped_by_epochs(make: Any) -> None:
     said = found(scheduled(partial(make, num_warmup_steps=40, num_training_steps=160), "epoch"), **EPOCHS)
     assert "LambdaLR needs 40 steps and gets 8" in said["schedule-interval"]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("factor", [lambda e: 0.95**e, lambda e: 1 / (1 + e), lambda e: min(1.0, (e + 1) / 4)])
 def test_a_schedule_by_epochs_is_not_judged(factor: Any) -> None:
     assert found(scheduled(partial(torch_schedules.LambdaLR, lr_lambda=factor), "epoch"), **EPOCHS) == {}

@@ -129,6 +129,7 @@ def test_pictures_are_drawn_when_due_and_there_is_no_hook_otherwise(tmp_path: Pa
     assert sum(len(layer._forward_hooks) for layer in module.modules()) == 0
 
 
+@pytest.mark.slow
 def test_a_picture_that_is_there_stays(tmp_path: Path) -> None:
     (tmp_path / "step=0.png").write_text("of the user")
     (tmp_path / "step=5.png").symlink_to("none")

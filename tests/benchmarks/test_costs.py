@@ -69,6 +69,7 @@ def test_a_benchmark_runs(name: str) -> None:
     assert json.loads(part("rows").written(result)) == json.loads(json.dumps(result))
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize("name", NAMES)
 def test_the_committed_figures_are_whole(name: str) -> None:
     check(committed(name))
@@ -189,6 +190,7 @@ def test_a_crash_leaves_a_record_and_the_others_are_measured(
     assert "failed: IndexError" in part("tables").markdown(json.loads((tmp_path / "ema.json").read_text()))
 
 
+@pytest.mark.slow
 def test_a_crash_leaves_committed_figures_as_they_are(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     run, drawn = part("run"), list[str]()
     monkeypatch.setattr(run, "RESULTS", tmp_path)
@@ -206,6 +208,7 @@ def test_a_crash_leaves_committed_figures_as_they_are(monkeypatch: pytest.Monkey
     assert drawn == ["tables", "costs", "growth"]
 
 
+@pytest.mark.slow
 def test_a_peer_that_fails_costs_its_own_rows_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoints = part("cost.checkpoints")
     monkeypatch.setitem(checkpoints.CALLBACKS, checkpoints.LIGHTNING, lambda: 1 // 0)

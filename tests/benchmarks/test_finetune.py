@@ -59,7 +59,7 @@ def small_bert(finetune: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyP
 SOME = ("EMA", "soup of three", "SAM, half the steps")
 
 
-@pytest.mark.parametrize("names", [SOME, pytest.param(None, marks=pytest.mark.slow)], ids=["some", "all"])
+@pytest.mark.parametrize("names", [SOME, None], ids=["some", "all"])
 def test_tricks_are_measured(
     names: tuple[str, ...] | None, finetune: ModuleType, tuned: ModuleType, small_bert: Path, tmp_path: Path
 ) -> None:
@@ -123,6 +123,7 @@ def test_the_page_has_no_word_of_figures_that_are_not_there() -> None:
         assert bool(block) == (f"`{name}.py`" in run)
 
 
+@pytest.mark.slow
 def test_words_that_no_gloss_has_change_nothing(finetune: ModuleType, small_bert: Path) -> None:
     from transformers import BertModel
 
@@ -137,6 +138,7 @@ def test_words_that_no_gloss_has_change_nothing(finetune: ModuleType, small_bert
     )
 
 
+@pytest.mark.slow
 def test_regimes_have_the_same_samples_for_validation_and_test(finetune: ModuleType, small_bert: Path) -> None:
     parts = {regime: finetune.split(regime, finetune.FULL.length, finetune.FULL.tested) for regime in finetune.REGIMES}
     clean = parts["clean"]

@@ -66,6 +66,7 @@ def test_a_cell_is_measured_for_real_and_goes_on_where_it_was(
     assert [path for path in runs if path.stat().st_mtime_ns != times[path]] == runs[:1]
 
 
+@pytest.mark.slow
 def test_some_tricks_are_measured_anew_and_the_others_stay_as_they_are(
     quality: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -235,6 +236,7 @@ def test_the_figures_have_every_cell(quality: ModuleType, committed: dict[str, A
         assert (settings["tasks"][name]["epochs"], settings["tasks"][name]["lr"]) == (task.epochs, task.lr)
 
 
+@pytest.mark.slow
 def test_the_rows_are_those_of_the_runs(report: ModuleType, committed: dict[str, Any]) -> None:
     assert report.rows(committed["runs"], committed["controls"]) == committed["rows"]
     controls = {

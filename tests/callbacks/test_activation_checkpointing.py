@@ -105,7 +105,7 @@ class Sharp(lt.SAMMixin, Deep):
     sam = lt.SAM(rho=0.1)
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(3)
 @policies
 @pytest.mark.parametrize(
     "others",
@@ -292,6 +292,7 @@ def test_a_device_that_torch_has_no_module_for_is_refused(policy: Any) -> None:
 # -- activations that wait in host memory: the same gradients, less memory of the device, and torch's checks ----------
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("made", [resnet, bert])
 def test_gradients_and_state_are_bit_equal(made: Any) -> None:
     torch.manual_seed(0)

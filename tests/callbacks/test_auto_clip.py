@@ -91,6 +91,7 @@ def fp16() -> dict[str, Any]:
     return {"plugins": [MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", init_scale=64.0))]}
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("history", [None, 4])
 @pytest.mark.parametrize("settings", [{}, {"accumulate_grad_batches": 2}, fp16()], ids=["plain", "accumulate", "fp16"])
 def test_training_is_that_by_the_formula(history: int | None, settings: dict[str, Any]) -> None:

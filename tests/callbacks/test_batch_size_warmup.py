@@ -193,7 +193,7 @@ def test_a_second_fit_with_the_same_callback_is_as_with_a_fresh_one(grow):
 # -- the count --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("grow", GROW)
 @pytest.mark.parametrize("batches", [4, 5, 11])
 def test_the_count_is_what_a_fit_takes(batches, grow):
@@ -225,6 +225,7 @@ def test_max_steps_alone_is_the_count():
     )
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("drop_last", [False, True])
 @pytest.mark.parametrize("workers", [{}, {"num_workers": 1}, {"num_workers": 1, "persistent_workers": True}])
 def test_a_growing_loader_with_workers_is_counted(workers, drop_last):
@@ -395,7 +396,7 @@ def test_two_ranks_resume_as_one(tmp_path):
     assert [len(resumed[1]) for _, resumed in ranks[0]] == [8, 6, 8, 6]
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before")
 @pytest.mark.parametrize("max_steps", [-1, 13])
 @pytest.mark.parametrize("grow", GROW)
@@ -443,6 +444,7 @@ def lrs(schedule: Any, *callbacks: Any, batches: int = 4, epochs: int = 4) -> li
 FACTORS = [1] * 4 + [2] * 2 + [4, 4]  # of the steps of four epochs of four batches
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("grow", GROW)
 @pytest.mark.parametrize("rule", [None, "linear", "sqrt"])
 def test_the_rule_multiplies_whatever_schedule_runs(rule, grow):

@@ -393,6 +393,7 @@ def test_a_compiled_graph_is_used_twice() -> None:
     assert config.donated_buffer == before
 
 
+@pytest.mark.slow
 def test_resume_is_exact(tmp_path: Any) -> None:
     whole = trained(NormNet, lt.Compile(backend=FAST), SaveAt(tmp_path / "half.ckpt", epoch=0))
     assert_equal(trained(NormNet, lt.Compile(backend=FAST), ckpt_path=tmp_path / "half.ckpt"), whole)

@@ -206,7 +206,7 @@ def test_it_works_with_sam_accumulation_and_bf16() -> None:
         assert all(map(torch.equal, first, noted))
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("on", "precision"), DEVICES)
 @pytest.mark.parametrize(
     "callback", [lt.Mixup(1.0), lt.Mixup(1.0, per_sample=True), lt.CutMix()], ids=lambda c: c.state_key
@@ -315,6 +315,7 @@ class CLINet(ImageNet):
     val_dataloader = train_dataloader
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("prefix", ["", "lightning_tricks."])
 def test_it_is_built_from_yaml_and_trains(prefix: str, tmp_path: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr(sys, "argv", ["cli"])

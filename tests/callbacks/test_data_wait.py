@@ -263,6 +263,7 @@ def test_on_cuda_the_time_counts_in_which_the_device_idles() -> None:
     assert run.callback_metrics["tricks/data_wait"] < 0.2
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("on", CUDA)
 @pytest.mark.parametrize("every", [0, 1])
 def test_no_more_events_are_kept_than_the_device_has_batches_to_do(every: int, on: str) -> None:

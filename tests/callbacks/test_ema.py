@@ -83,6 +83,7 @@ class ProbedNet(Net):
 # ---- the average itself
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize(
     "settings",
     [
@@ -582,6 +583,7 @@ def test_another_module_is_evaluated_with_its_own_weights() -> None:
     assert mine == trainer().validate(build(), loader(24), verbose=False)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("settings", [{}, {"every_n_steps": 3}, {"start": 5}, {"validate": "raw"}], ids=str)
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
 def test_resume_is_bit_exact(tmp_path: Any, settings: dict[str, Any], precision: Any) -> None:
@@ -886,6 +888,7 @@ def rows_of(logger: CSVLogger, name: str) -> list[tuple[int, float]]:
         return [(int(row["step"]), float(row[name])) for row in csv.DictReader(file) if row.get(name)]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("net", [NormNet, Metered])
 @pytest.mark.parametrize("loaders", [1, 2])
 def test_each_metric_is_that_of_its_weights(net: type[Net], loaders: int) -> None:

@@ -226,13 +226,14 @@ def test_an_unbroken_fit_is_the_same_with_and_without_it(name: str) -> None:
         assert_equal(weights(exact), weights(plain))
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", few(LOADERS, 4))
 def test_a_fit_goes_on_exactly_wherever_it_was_saved(name: str, tmp_path: Path) -> None:
     hooks = ("on_train_batch_end", "on_train_epoch_end", "on_train_epoch_start", "on_before_backward")
     check(LOADERS[name], tmp_path, *hooks, every=5)
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["shuffled", "lazy"])
 def test_so_it_does_with_workers(name: str, tmp_path: Path) -> None:
@@ -364,6 +365,7 @@ def test_a_step_that_has_failed_is_taken_again(tmp_path: Path) -> None:
     assert_equal(weights(resumed), weights(whole))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("limit", [{"max_steps": 14}, {"limit_train_batches": 4}], ids=str)
 def test_so_it_does_where_steps_end_training_or_the_epoch(limit: dict[str, Any], tmp_path: Path) -> None:
     hooks = ("on_train_batch_end", "on_train_epoch_end")
@@ -466,6 +468,7 @@ class Stateful(DataLoader[Any]):
         self.first = state_dict["given"]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("sized", [True, False])
 def test_a_loader_with_a_state_goes_on_by_it(sized: bool, tmp_path: Path) -> None:
     def make() -> Stateful:
@@ -571,6 +574,7 @@ UNKNOWN: dict[str, tuple[Callable[[], Any], type, str]] = {
 begins_again = pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before")
 
 
+@pytest.mark.few(3)
 @begins_again
 @pytest.mark.parametrize("case", UNKNOWN)
 @pytest.mark.filterwarnings("ignore:You are using the `dataloader_iter`", "ignore:Found `dataloader_iter`")
@@ -629,7 +633,7 @@ OTHERS: dict[str, tuple[Make, Make, str]] = {
 }
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("case", OTHERS)
 @pytest.mark.parametrize("trick", [lt.ExactResume, lambda: lt.Preemption("runs")], ids=["ExactResume", "Preemption"])
 def test_other_samples_within_an_epoch_are_refused(case: str, trick: Any, tmp_path: Path) -> None:
@@ -835,7 +839,7 @@ def check_rest(first: list[Any], batches: int, second: list[Any], size: int, win
     assert lrs[-1] == pytest.approx(0.1 / (planned * EPOCHS))  # the schedule ends where training does
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("window", [1, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("size", [0, 1])
 @pytest.mark.parametrize("name", few(KINDS, 2))

@@ -256,6 +256,7 @@ def test_both_gradients_of_sam_are_in_float8() -> None:
     assert_close(trained(emulated(), kind=Sharp), by_naive(NaiveSAM()), 1e-6)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "other",
     [

@@ -285,6 +285,7 @@ def test_one_group_is_what_lightnings_backbone_finetuning_does() -> None:
     assert_close(weights(ours), weights(theirs))
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("kind", [Deep, DeepNorm, StepLRNet])
 @pytest.mark.parametrize("epoch", [0, 1, 2])
 def test_a_resume_is_exact_whatever_was_frozen(kind: type[Deep], epoch: int, tmp_path: Path) -> None:

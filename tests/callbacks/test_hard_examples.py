@@ -116,7 +116,7 @@ class NaiveLoss(Net):
         return losses[top(losses)].mean()
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(3)
 @modes
 @pytest.mark.parametrize(
     "regime",

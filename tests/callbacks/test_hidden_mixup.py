@@ -206,7 +206,7 @@ WAYS += [(name, by_logits) for name, case in CASES.items() if case.head is linea
 WAYS += [(name, by_pairs) for name in CASES if name != "tokens"]
 
 
-@pytest.mark.few(16)
+@pytest.mark.few(8)
 @pytest.mark.parametrize("pack", PACKS)
 @pytest.mark.parametrize(("name", "way"), WAYS, ids=lambda value: getattr(value, "__name__", value))
 def test_a_step_has_the_gradient_of_mixed_representations(name: str, way: Callable[..., Tensor], pack: str) -> None:
@@ -370,6 +370,7 @@ def test_resume_is_bit_exact(step: int, train: Callable[[], Any], first: bool, t
     assert_equal(whole, rest)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("on", "precision"), DEVICES)
 def test_a_step_on_a_device_has_the_gradient_of_a_naive_one(on: str, precision: str) -> None:
     mixup, module, steps, hand = lt.HiddenMixup("layers.2", 1.0), build(PlainNet), Steps(), build(PlainNet)
@@ -475,6 +476,7 @@ def test_tokens_and_masks_do_not_interrupt_compiled_code(kind: Any, mask: torch.
     assert_close(weights(module), weights(eager), 1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo's
 @pytest.mark.parametrize("kind", few([dict, tuple], 1))
 def test_a_second_label_behind_compiled_code_is_refused(kind: Any) -> None:

@@ -50,6 +50,7 @@ def trained(*callbacks: Any, kind: Any = Language, **settings: Any) -> dict[str,
     return weights(module)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "settings",
     [{}, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}, {"precision": "bf16-mixed"}],
@@ -65,6 +66,7 @@ def test_it_works_beside_other_tricks() -> None:
     assert_close(trained(lt.LeanLoss(), *others()), trained(*others()), 1e-5)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("base", ["keep", "nf4", "int8"])
 def test_it_works_beside_adapters(base: Any) -> None:
     found, expected = (

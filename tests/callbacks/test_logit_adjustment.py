@@ -94,6 +94,7 @@ def of_each(logits: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(logits, y, reduction="none").square().mean()
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("loss", [F.cross_entropy, smooth, weighted, likely, of_each], ids=lambda each: each.__name__)
 def test_it_is_the_loss_of_a_module_that_does_it_by_hand(loss: Any) -> None:
     stock = type("Stock", (Net,), {"loss": staticmethod(loss)})
@@ -174,6 +175,7 @@ LOADERS: dict[str, Callable[[], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("kind", LOADERS)
 def test_counting_leaves_no_trace(kind: str) -> None:
     def loader() -> DataLoader[Sample]:

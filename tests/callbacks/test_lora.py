@@ -904,7 +904,7 @@ def test_a_quantized_base_leaves_the_settings_of_the_compiler() -> None:
     assert (config.get_config_copy(), torch.get_float32_matmul_precision()) == before
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("variant", ["lora", "dora", "rslora"])
 @pytest.mark.parametrize("base", ["nf4", "int8"])
 def test_a_quantized_base_trains_resumes_and_merges(base: Any, variant: Any, tmp_path: Path) -> None:

@@ -78,7 +78,7 @@ def test_every_factory_is_a_curve_of_the_callback():
     assert options == lr_schedule._options("swa_tail") - {"of", "total_steps"}
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", CURVES)
 def test_it_trains_bit_equal_to_the_factory_of_its_name(name):
     for settings in (NEEDED.get(name, {}), CURVES[name]):
@@ -114,6 +114,7 @@ def test_one_callback_serves_two_fits():
     assert lrs([callback]) == lrs([LRSchedule("cosine", warmup=0.25)])
 
 
+@pytest.mark.few(6)
 @pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before")  # any data will do here
 @pytest.mark.parametrize("name", [name for name in CURVES if name != "reduce_on_plateau"])
 def test_a_resumed_fit_takes_the_same_learning_rates(tmp_path, name):
@@ -161,6 +162,7 @@ def test_a_metric_that_is_not_logged_is_lightnings_error():
         scripted(LRSchedule("reduce_on_plateau"))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before")  # any data will do here
 def test_a_plateau_is_resumed_as_that_of_the_factory(tmp_path):
     for name in ("ours", "theirs"):
@@ -674,6 +676,7 @@ def test_an_optimizer_without_hooks_is_scheduled():
         fit(build(Wrapped), callbacks=[LRSchedule(**plateau, warmup=2)])
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize(
     "other",
     [
@@ -817,6 +820,7 @@ def trained(kind: type[Net], *callbacks: Callback, **settings: Any) -> tuple[lis
 SHIPPED = [Two, OneCycle, Lists, Several, OwnPlateau, Timm]
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("kind", SHIPPED)
 @pytest.mark.parametrize("curve", ["cosine", "reduce_on_plateau"])
 def test_it_is_bit_equal_to_a_module_that_ships_no_schedule(kind: type[Net], curve: str) -> None:

@@ -129,6 +129,7 @@ PACKS = {
 }
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize("per_sample", [False, True])
 @pytest.mark.parametrize("name", PACKS)
 def test_training_is_that_of_a_naive_loop_whatever_the_batch(name: str, per_sample: bool) -> None:

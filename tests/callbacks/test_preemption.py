@@ -111,6 +111,7 @@ def test_a_training_that_is_ended_goes_on_exactly(
         assert names == [f"preempted-step={saved}.ckpt"]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("hook", "saved"), [("on_before_backward", 5), ("on_train_batch_end", 4)])
 def test_accumulated_gradients_are_used_before_the_end(hook: str, saved: int, tmp_path: Path) -> None:
     (whole, resumed), _, names = interrupted(tmp_path, hook, 4, accumulate_grad_batches=2)

@@ -78,6 +78,7 @@ class Prescaled(PlainNet):
         self.layers = nn.Sequential(nn.Unflatten(1, (8, 1)), nn.Linear(1, 4), nn.Flatten(), nn.Linear(32, 2))
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("precision", ["int8", "int4"])
 @pytest.mark.parametrize("kind", [Wide, NormNet, Attends, Prescaled])
 def test_quantize_makes_what_was_validated(kind: type[Net], precision: Any, tmp_path: Path) -> None:

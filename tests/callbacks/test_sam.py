@@ -35,7 +35,7 @@ def with_mixin(base: type[NormNet], **sam: Any) -> type[NormNet]:
     return type(base)("Sharp", (lt.SAMMixin, base), {"sam": lt.SAM(0.3, **sam)})
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", SETTINGS)
 def test_it_is_bit_equal_to_the_mixin(name: str) -> None:
     sam, settings = SETTINGS[name]
@@ -169,6 +169,7 @@ def test_the_mixin_passes_the_arguments_of_manual_backward_on() -> None:
     torch.testing.assert_close(gradients[1], 3 * gradients[0])
 
 
+@pytest.mark.few(1)
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated")  # transformers 5.24
 @pytest.mark.parametrize("micro_batch_size", [None, 4])
 def test_the_reentrant_checkpoints_of_a_transformer_are_refused_with_the_remedy(micro_batch_size: int | None) -> None:
@@ -195,6 +196,7 @@ STAGED: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("staged", STAGED.values(), ids=STAGED)
 def test_micro_batches_train_what_is_not_frozen_at_the_time(staged: Callable[[], Any]) -> None:
     plain, ours = build(PlainNet), build(PlainNet)

@@ -65,7 +65,7 @@ def optimizer_state(run: L.Trainer) -> dict[str, Tensor]:
     return {f"{number}/{key}": value for number, each in state.items() for key, value in each.items()}
 
 
-@pytest.mark.few(8)
+@pytest.mark.few(4)
 @pytest.mark.parametrize("how", ["gradient", "loss", "input"])
 @pytest.mark.parametrize("averaged", [False, True])
 @pytest.mark.parametrize(
@@ -180,6 +180,7 @@ def test_buffers_that_a_step_makes_anew_are_left_out_too(guard: Any) -> None:
     assert_equal(weights(spoiled), weights(clean))
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("sample", range(8))
 @pytest.mark.parametrize("settings", [{}, {"mode": "loss"}], ids=str)
 def test_the_filter_drops_no_sample_that_is_not_finite(sample: int, settings: dict[str, Any]) -> None:

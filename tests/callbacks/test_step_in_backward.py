@@ -88,6 +88,7 @@ NAMES = [
 ]  # of each library and of each kind of state one is quick
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("name", NAMES)
 def test_every_optimizer_is_bit_equal_or_refused(name: str) -> None:
     extra = partial(lambda name: [lt.ScheduleFree()] if name.startswith("schedulefree") else [], name)
@@ -240,6 +241,7 @@ def test_the_monitor_logs_the_schedule(tmp_path: Path) -> None:
     assert logged[0] == logged[1]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("first", [[], [lt.StepInBackward]])
 @pytest.mark.parametrize("name", ["adamw", "schedulefree_adamw"])
 def test_a_checkpoint_resumes_with_and_without_it(name: str, first: list[Any], tmp_path: Path) -> None:
@@ -279,6 +281,7 @@ class Signalled(Callback):
             assert not self.path.exists()
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("others", [list, lambda: [lt.EMA(0.9)]])
 @pytest.mark.parametrize("comes_in", ["backward", "step"])
 def test_a_signal_amid_a_step_saves_after_it(

@@ -68,7 +68,7 @@ def assert_recalibrated(module: Net) -> None:
 # ---- the average itself
 
 
-@pytest.mark.few(16)
+@pytest.mark.few(8)
 @pytest.mark.parametrize("every", [None, 1, 4])
 @pytest.mark.parametrize("start", [0, 3, 6, 7])
 @pytest.mark.parametrize("accumulate", [1, 4])
@@ -371,7 +371,7 @@ def test_a_checkpoint_after_the_fit_scores_what_validate_says(tmp_path: Any) -> 
     assert run.validate(module, loader(24), verbose=False)[0]["val_loss"] == pytest.approx(ended, abs=1e-7)
 
 
-@pytest.mark.few(8)
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     "settings", [{"start": 0}, {"start": 7}, {"start": 12}, {"start": 5, "every_n_steps": 4}], ids=str
 )
@@ -412,6 +412,7 @@ class Resumable:
         self.at = self.skip = state["at"]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("settings", [{"start": 0}, {"start": 8}, {"start": 5, "every_n_steps": 4}], ids=str)
 @pytest.mark.parametrize("step", [8, 10])
 def test_resume_in_mid_epoch_is_bit_exact(settings: dict[str, Any], step: int, tmp_path: Any) -> None:

@@ -147,6 +147,7 @@ def in_large_batches(loss: Loss = CE, size: int = ACCUMULATED, **settings: Any) 
     return weights(trained(loss=loss, given=windows, accumulate_grad_batches=1, **settings))
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize(
     "loss",
     [CE, of_entries, of_two, smooth, weighted, zero_is_padding, masked, divided, twice],

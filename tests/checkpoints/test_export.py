@@ -68,7 +68,7 @@ EMAS = [
 ]
 
 
-@pytest.mark.few(14)
+@pytest.mark.few(7)
 @pytest.mark.parametrize("settings", EMAS, ids=str)
 @pytest.mark.parametrize("kind", [Net, Tied])
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true"])

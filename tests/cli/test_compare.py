@@ -135,6 +135,7 @@ def test_the_configurations_of_the_repository_are_compared(capsys: pytest.Captur
     assert issubclass(SharpClassifier, lt.SAMMixin)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [

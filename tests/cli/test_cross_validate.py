@@ -105,6 +105,7 @@ class HalfData(L.LightningDataModule):
         return DataLoader(Subset(self.data, range(1, 44, 2)), 8)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("config", "arguments", "status", "message"),
     [

@@ -222,7 +222,7 @@ def test_without_arguments_it_helps(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     assert capsys.readouterr().out.startswith("usage: lightning-tricks [-h] [--version]")
 
 
-@pytest.mark.few(8)
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     "arguments",
     [

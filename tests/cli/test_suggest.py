@@ -78,6 +78,7 @@ def test_a_wrong_number_is_told_by_its_flag(flag: str, capsys: pytest.CaptureFix
     assert f"argument {flag}: '0' is not a positive integer" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_batch_size_and_accumulation(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ("--device-memory", "1GB", "--devices", "2", "--batch-size", "512")
     assert run("timm:vit_tiny_patch16_224", *arguments, "--json") == 0

@@ -183,7 +183,7 @@ def test_a_checkpoint_makes_nothing_and_changes_no_argument(
         assert "3.0" in shown
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [

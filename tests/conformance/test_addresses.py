@@ -34,6 +34,7 @@ class Addresses(Callback):
         self.seen.append({name: tensor.data_ptr() for name, tensor in tensors.items()})
 
 
+@pytest.mark.few(9)
 @pytest.mark.parametrize("name", every_third(2))
 def test_nothing_moves_over_steps_and_validations(name: str) -> None:
     addresses = Addresses()

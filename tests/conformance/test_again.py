@@ -45,7 +45,7 @@ CASES = [
 ]
 
 
-@pytest.mark.few(10)
+@pytest.mark.few(5)
 @pytest.mark.parametrize(("accumulate", "name"), CASES)
 def test_a_fit_after_one_that_raised_gives_the_same(name: str, accumulate: int, cell: Callable[..., None]) -> None:
     trick, settings = SETTINGS[name], {"accumulate_grad_batches": accumulate}
@@ -61,7 +61,7 @@ def test_a_fit_after_one_that_raised_gives_the_same(name: str, accumulate: int, 
         cell(name, "exception")
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", [slow(name) if {*name.values} & {*DEAR} else name for name in every_third(0)])
 def test_a_second_trainer_gives_the_same_whatever_the_first_one_did(name: str, cell: Callable[..., None]) -> None:
     trick = SETTINGS[name]
@@ -101,7 +101,7 @@ def second_fit(trick: Enrolment, *, anew: bool) -> dict[str, Tensor]:
     return weights(module)
 
 
-@pytest.mark.few(8)
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name", every_third(1))
 def test_a_second_fit_of_one_trainer_starts_anew_or_goes_on(
     name: str, cell: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

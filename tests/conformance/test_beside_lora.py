@@ -39,6 +39,7 @@ def alone(bare: Enrolment) -> dict[str, Tensor]:
     return run(bare, callbacks=adapters(bare).make_callbacks("on"))
 
 
+@pytest.mark.few(3)
 @pytest.mark.filterwarnings("ignore:Doctor, frozen-parameters")  # of which adapters have some
 @pytest.mark.parametrize("name", quick("EMA", "Mixup", "QAT", "SAMMixin", "StepInBackward", "SWA"))
 def test_a_trick_beside_adapters(name: str, cell: Callable[..., None]) -> None:

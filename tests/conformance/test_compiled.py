@@ -46,7 +46,7 @@ def compiled_alone(*needs: Any) -> tuple[int, int]:
 
 
 # torch's compiler looks at it where a hook interrupts a network
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("name", quick("EMA", "Mixup", "SAMMixin", "SkipNonFinite", "cosine"))
 def test_a_compiled_network_gives_the_same_in_the_same_graphs(name: str, cell: Callable[..., None]) -> None:

@@ -30,7 +30,7 @@ class Copies(Callback):
             self.pickled = pickle.dumps(self.callbacks)
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_copy_is_a_new_trick(name: str) -> None:
     trick = SETTINGS[name]

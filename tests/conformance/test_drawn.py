@@ -69,6 +69,7 @@ class Draws(Callback):
         draw_first(pl_module)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", ["EMA", "SWA", "ScheduleFree"])
 def test_averages_begin_behind_every_hook(name: str) -> None:
     for hook in ("on_train_epoch_start", "on_train_batch_start"):

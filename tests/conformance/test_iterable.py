@@ -67,7 +67,7 @@ TIMES: dict[str, tuple[Callable[[], Callback], Callable[[], Callback]]] = {
 }
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", TIMES)
 def test_fractions_are_those_of_max_steps(name: str) -> None:
     net = SETTINGS[name].plain(NormNet)

@@ -64,7 +64,7 @@ def by_hand(trick: Enrolment, base: type[ManualNet] = ManualNet) -> dict[str, Te
     return weights(fitted(type(net)("Net", (net,), body), callbacks=trick.make_callbacks("on")))
 
 
-@pytest.mark.few(8)
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name", every_third(1))
 def test_steps_by_hand_give_the_same(name: str, cell: Callable[..., None]) -> None:
     trick = SETTINGS[name]

@@ -46,7 +46,7 @@ def refuses_or_has_none(name: str) -> bool:
     return "accumulate" in SETTINGS[name].refused or not SETTINGS[name].has_limit
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", [case for case in every_third(2) if not refuses_or_has_none(case.values[0])])
 def test_at_the_no_op_limit_it_is_resumed_as_without_the_trick(
     name: str, tmp_path: Path, stock: Callable[[Enrolment], dict[str, Tensor]]
@@ -67,6 +67,7 @@ class Lost(Naive):
             module.zero_grad()
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", [name for name, trick in SETTINGS.items() if not trick.has_limit])
 def test_what_has_no_limit_goes_on_as_a_loop_that_has_lost_these_gradients(name: str, tmp_path: Path) -> None:
     trick, batches = SETTINGS[name], list(loader(44))

@@ -61,6 +61,7 @@ def ended(
     return of
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", quick("EMA", "Mixup", "SAMMixin", "cosine"))
 def test_two_processes_go_on_from_the_checkpoint_of_one_and_one_from_theirs(
     name: str, ended: Callable[[], tuple[Path, Cases]], cell: Callable[..., None], monkeypatch: pytest.MonkeyPatch

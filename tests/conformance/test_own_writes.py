@@ -156,7 +156,7 @@ def ended(module: Any) -> dict[str, Tensor]:
     return {**own, **weights(module.teacher)} if isinstance(module, Hidden) else own
 
 
-@pytest.mark.few(14)
+@pytest.mark.few(7)
 @pytest.mark.parametrize("trick", TWICE.values(), ids=TWICE)
 @pytest.mark.parametrize("kind", RIGHT.values(), ids=RIGHT)
 def test_a_step_that_is_run_twice_writes_once(kind: type[PlainNet], trick: Callable[[], Callback]) -> None:
@@ -372,7 +372,7 @@ TRIALS: dict[str, Callable[[Any], Any]] = {
 KEPT = {**RIGHT, **{f"{name} (refused)": kind for name, (kind, _) in REFUSED.items()}}
 
 
-@pytest.mark.few(12)
+@pytest.mark.few(6)
 @pytest.mark.parametrize("trial", TRIALS.values(), ids=TRIALS)
 @pytest.mark.parametrize("kind", [*map(KEPT.__getitem__, ("assigned, trained", "hidden", "remade", "decay"))])
 @pytest.mark.parametrize("write", [None, in_place], ids=["", "in place"])

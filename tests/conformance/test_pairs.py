@@ -72,6 +72,7 @@ def rules(pair: Pair) -> list[str]:
     return [*both, *refusals(pair)]
 
 
+@pytest.mark.few(7)
 @pytest.mark.filterwarnings("ignore:Doctor, frozen-parameters")  # of which adapters have some
 @pytest.mark.parametrize(
     "pair",

@@ -166,6 +166,7 @@ def evaluated(weights: dict[str, Tensor]) -> dict[str, Any]:
     }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "settings",
     [{"accumulate_grad_batches": 4}, {"gradient_clip_val": 0.1}, {"max_steps": 5}],

@@ -71,6 +71,7 @@ def resumed(trick: Enrolment, folder: Any) -> tuple[dict[str, Tensor], list[dict
 NAMES = [slow(case) if case.values[0] == "Compile" else case for case in every_third(0)]
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("name", [case for case in NAMES if case.values[0] != "reduce_on_plateau"])
 def test_a_resumed_run_is_bit_equal(name: str, tmp_path: Any, cell: Callable[..., None]) -> None:
     whole, ends = resumed(SETTINGS[name], tmp_path)

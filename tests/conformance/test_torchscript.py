@@ -89,7 +89,7 @@ TRICKS: dict[str, Callable[[], Callback]] = {
 }
 
 
-@pytest.mark.few(12)
+@pytest.mark.few(6)
 @pytest.mark.parametrize("trick", TRICKS.values(), ids=TRICKS)
 @bodies
 def test_a_fit_is_that_without_the_trick(body: str, trick: Callable[[], Callback]) -> None:

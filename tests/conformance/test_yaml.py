@@ -18,7 +18,7 @@ from tests.nets import assert_equal, loader, quiet, weights
 from tests.public import PUBLIC
 
 
-@pytest.mark.few(8)
+@pytest.mark.few(4)
 @pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
 @pytest.mark.parametrize("name", every_third(1))
 def test_a_configuration_file_gives_the_same(

@@ -411,6 +411,7 @@ def run_it(run: Run) -> None:
     run._replace(settings=made).fit()
 
 
+@pytest.mark.few(51)
 @pytest.mark.parametrize(("row", "run"), cases(0))
 def test_a_pair_that_fights_is_found(row: Conflict, run: Run) -> None:
     expected = f"{re.escape(row.rule)}. {re.escape(row.remedy)}"
@@ -424,7 +425,7 @@ def test_a_pair_that_fights_is_found(row: Conflict, run: Run) -> None:
     assert [bool(re.search(expected, str(each.message))) for each in caught].count(True) == 1
 
 
-@pytest.mark.few(24)
+@pytest.mark.few(12)
 @pytest.mark.filterwarnings("ignore:SWA is currently only supported every epoch")  # Lightning's
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch, of a compiled layer behind another
 @pytest.mark.parametrize(("row", "run"), cases(1))

@@ -143,7 +143,7 @@ def test_lengths_of_curves_are_whole_steps_and_factors_are_not() -> None:
 NO_PART_OF_A_FIT = ("lean_loss", "optimizer")  # functions, of which it sees what they have made
 
 
-@pytest.mark.few(20)
+@pytest.mark.few(10)
 @pytest.mark.parametrize("name", [name for name in SETTINGS if public_name(name) not in NO_PART_OF_A_FIT])
 def test_every_trick_is_in_the_table(name: str) -> None:
     trick: Enrolment = SETTINGS[name]

@@ -113,6 +113,7 @@ def test_without_tricks_nothing_is_added(tmp_path: Path) -> None:
     assert not csv.experiment.hparams
 
 
+@pytest.mark.slow
 def test_wandb_has_them_in_its_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_SILENT", "true")
     logger = WandbLogger(save_dir=tmp_path, offline=True)

@@ -244,6 +244,7 @@ def test_a_resumed_fit_goes_on_with_the_samples_of_an_unbroken_one(tmp_path: Pat
             assert resumed(tmp_path / name, loader()) == module.seen[steps:], name
 
 
+@pytest.mark.few(1)
 @not_resumable
 @pytest.mark.parametrize("hook", ["batch_end-1-16", "epoch_end-0-11"])
 def test_so_it_does_with_workers_which_lightning_starts_early(hook: str, tmp_path: Path) -> None:
@@ -269,6 +270,7 @@ def test_a_fit_of_max_steps_goes_on_behind_its_first_epoch(num_workers: int, tmp
     assert again.seen == module.seen[11:]
 
 
+@pytest.mark.few(1)
 @not_resumable
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_a_fit_that_failed_goes_on_with_the_step_that_failed(num_workers: int, tmp_path: Path) -> None:
@@ -365,6 +367,7 @@ class Early(Validated):
         return super().configure_optimizers()
 
 
+@pytest.mark.few(1)
 @not_resumable
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_resumed_fit_has_loaders_made_anew_that_were_made_before_it_was_restored(

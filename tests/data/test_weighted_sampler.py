@@ -209,7 +209,7 @@ MAKES = {
 
 
 @not_resumable
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("make", MAKES)
 def test_a_resumed_fit_goes_on_with_the_samples_of_an_unbroken_one(make: str, tmp_path: Path) -> None:
     module, saved = unbroken(tmp_path, MAKES[make])
@@ -220,7 +220,7 @@ def test_a_resumed_fit_goes_on_with_the_samples_of_an_unbroken_one(make: str, tm
 
 @not_resumable
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # by torchdata
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("make", [loader, lambda **given: lt_buckets(**given)], ids=["weighted", "buckets"])
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("exact", [False, True])
@@ -270,6 +270,7 @@ def test_a_shorter_loader_that_is_cycled_goes_on_in_its_pass(tmp_path: Path) -> 
     assert fit(tmp_path / "batch_end-0-7") == whole[7:]
 
 
+@pytest.mark.few(2)
 @not_resumable
 @pytest.mark.parametrize(
     ("given", "told"),
@@ -315,6 +316,7 @@ def test_batches_of_unknown_size_are_refused_where_an_epoch_goes_on(tmp_path: Pa
         resumed(tmp_path / "batch_end-1-16", make())
 
 
+@pytest.mark.few(1)
 @not_resumable
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_batches_that_grow_are_resumed(num_workers: int, tmp_path: Path) -> None:

@@ -74,6 +74,7 @@ class Own(DataLoader[Any]):
         self.more = more
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("loader", [DataLoader(Stream(torch.ones(64, 2)), 8), Own("more"), DataLoader(data(9), None)])
 def test_loaders_of_any_kind_are_timed(loader: Any) -> None:
     assert lt.find_num_workers(loader, most=1, seconds=0.02, rounds=2).seconds.keys() == {0, 1}

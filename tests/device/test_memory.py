@@ -94,7 +94,7 @@ def plain(*needs: Any) -> dict[str, float]:
     return peak(bare(*needs))
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", every_third(0))
 def test_a_trick_keeps_no_more_than_is_said(name: str, memory: Callable[..., None]) -> None:
     trick = SETTINGS[name]

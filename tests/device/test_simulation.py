@@ -172,6 +172,7 @@ def test_what_nobody_waits_for_is_found(name: str) -> None:
     assert all("test_simulation.py" in each.where for each in found)
 
 
+@pytest.mark.few(7)
 @pytest.mark.parametrize("name", FINE)
 def test_what_needs_no_wait_is_not_found(name: str) -> None:
     assert planted(FINE[name]) == []

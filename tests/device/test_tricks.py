@@ -55,7 +55,7 @@ def plain(precision: str, *needs: Any) -> Fit:
         return on_a_device(bare(*needs), precision, Path(folder))
 
 
-@pytest.mark.few(8)
+@pytest.mark.few(4)
 @pytest.mark.parametrize(("precision", "name"), cases())
 def test_a_device_trains_the_same_and_is_not_waited_for(
     precision: str, name: str, tmp_path: Path, waits: Callable[..., None]
@@ -80,7 +80,7 @@ def quick_every_sixth(first: int) -> list[Any]:
     return [pytest.param(name, marks=[] if number % 6 == 0 else [pytest.mark.slow]) for number, name in names]
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("kind", "name"),
     [
@@ -117,7 +117,7 @@ class ListsForTuples(TorchCheckpointIO):
         return [*map(self.listed, value)] if isinstance(value, list | tuple) else value
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", quick_every_sixth(4))
 def test_a_move_may_make_new_parameters_and_a_checkpoint_lists_of_tuples(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -102,6 +102,7 @@ def test_the_mean_of_one_module_is_that_module(files: list[Path], tmp_path: Path
     assert torch.equal(net(DATA.tensors[0]), by_hand(files[:1], DATA.tensors[0], "logits"))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda net: pickle.loads(pickle.dumps(net))])
 def test_it_can_be_copied_and_moved(copied: Any, files: list[Path]) -> None:
     net = Ensemble.from_checkpoints(files, Wide)
@@ -117,6 +118,7 @@ def test_it_can_be_copied_and_moved(copied: Any, files: list[Path]) -> None:
     torch.testing.assert_close(doubled(DATA.tensors[0].double()).float(), expected.float())
 
 
+@pytest.mark.slow
 def test_a_step_that_passes_by_the_mean_is_refused(tmp_path: Path) -> None:
     files = [tmp_path / "a.ckpt", tmp_path / "b.ckpt"]
     for seed, file in enumerate(files):

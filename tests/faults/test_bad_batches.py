@@ -82,7 +82,7 @@ GUARDS: dict[str, Callable[[], Callback]] = {
 }
 
 
-@pytest.mark.few(8)
+@pytest.mark.few(4)
 @pytest.mark.parametrize("order", [1, -1])
 @pytest.mark.parametrize("guard", GUARDS)
 @pytest.mark.parametrize("state", NEW_STATE)

@@ -76,6 +76,7 @@ def flipped(path: Path, rng: random.Random) -> Iterator[str]:
                 yield f"bit {bit} of byte {position} of {file.name}"
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("reader", "flips"),
     [

@@ -182,7 +182,7 @@ def assert_refused(reader: str, trap: Callable[..., None], folder: Path, tmp_pat
     assert not out.exists()
 
 
-@pytest.mark.few(20)
+@pytest.mark.few(10)
 @pytest.mark.parametrize("crafted", CRAFTED)
 @pytest.mark.parametrize("reader", FOLDER_READERS)
 def test_a_folder_that_would_change_a_class_is_refused(

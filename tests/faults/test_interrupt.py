@@ -208,7 +208,7 @@ def check(folder: Path, name: str, where: str, hook: str, error: type[BaseExcept
     assert not differences(outcome(again, module), whole), "another Trainer does not train as a first one"
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.filterwarnings("ignore:The dirpath has changed")
 @pytest.mark.parametrize(("training", "where", "hook"), QUICK, ids=str)
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])

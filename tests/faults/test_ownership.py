@@ -188,7 +188,7 @@ def names(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[Path
 SLOW = ("demo output", "compare output", "cross-validate output")
 
 
-@pytest.mark.few(16)
+@pytest.mark.few(8)
 @pytest.mark.parametrize(
     "writer", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in INTO]
 )
@@ -343,7 +343,7 @@ def test_an_output_is_replaced_by_force_alone_and_never_what_is_no_file(writer: 
         assert snapshot(outside) == targets, kind
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "writer",
     [

@@ -40,6 +40,7 @@ def test_every_public_name_is_tried_or_has_a_reason() -> None:
     assert all(parameters(name) for name in NAMES)
 
 
+@pytest.mark.few(64)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_call_with_what_it_needs_is_right(name: str) -> None:
     assert problem(name, {}) is None

@@ -23,7 +23,7 @@ CHECKS: dict[str, tuple[Callable[[Spec], bool], tuple[str, ...]]] = {  # with wh
 }
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", CHECKS)
 def test_a_trick_does_what_is_computed_by_hand(name: str) -> None:
     checked(name, 8)

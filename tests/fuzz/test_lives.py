@@ -27,9 +27,9 @@ def many(number: int, part: int) -> None:
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize("part", range(8))
+@pytest.mark.parametrize("part", range(16))
 def test_a_life_is_that_of_the_plain_loop(part: int) -> None:
-    many(25, part)
+    many(13, part)
 
 
 @pytest.mark.slow

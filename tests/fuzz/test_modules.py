@@ -52,7 +52,7 @@ def many(name: str, modules: int) -> None:
     assert sum(found) >= modules // 10, f"{name} was accepted by {sum(found)} of {len(found)} modules"
 
 
-@pytest.mark.few(20)
+@pytest.mark.few(10)
 @pytest.mark.parametrize("name", TRICKS)
 def test_modules_train_as_without_a_trick_or_are_refused_in_time(name: str) -> None:
     many(name, 2)
@@ -67,7 +67,7 @@ def test_many_more_modules_train_as_without_a_trick_or_are_refused_in_time(name:
 # -- batches that are cut, guards that guard, masks that are pasted: where a trick does something ---------------------
 
 
-@pytest.mark.few(20)
+@pytest.mark.few(10)
 @pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize("name", ["HardExampleFilter", "SAM(micro_batch_size=2)"])
 def test_a_batch_that_is_cut_is_one_of_fewer_samples(name: str, batch: str) -> None:

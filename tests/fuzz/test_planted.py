@@ -86,6 +86,7 @@ def plant(name: str, patch: pytest.MonkeyPatch) -> None:
         mutants.plant(name, patch)
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_planted_fault_shows_in_a_module(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     fault = FAULTS[name]

@@ -17,7 +17,7 @@ OF_BATCHES = ("BatchTransform", "CutMix", "HiddenMixup", "Mixup", "ProgressiveRe
 APART = {("LayerFreezing", "LoRA")}  # the layer that it freezes is frozen beside LoRA, but for its adapters
 
 
-@pytest.mark.few(10)
+@pytest.mark.few(5)
 @pytest.mark.parametrize("name", AT_WORK)
 def test_a_trick_at_work_trains_the_same_again_or_is_refused_in_time(name: str) -> None:
     again(name, 1)
@@ -35,7 +35,7 @@ def again(name: str, modules: int) -> None:
 
 
 def test_a_trick_at_its_limit_beside_others_changes_nothing_or_is_refused_in_time() -> None:
-    beside_others("EMA", 5)
+    beside_others("EMA", 9)
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ DIMENSIONS = dict(zip(TWINS, ("first weights", "TorchScript", "migrations"), str
 QUICK = ("EMA", "SWA", "ScheduleFree", "SAMMixin")
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", QUICK)
 @pytest.mark.parametrize("twin", TWINS)
 def test_a_module_trains_as_its_twin(twin: str, name: str) -> None:

@@ -195,6 +195,7 @@ def test_a_change_behind_the_optimizer_is_refused_also_of_a_bare_network(when: s
     assert_equal(weights(module), before)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("when", ["__init__", "setup", "configure_model", "configure_optimizers"])
 def test_a_change_before_the_optimizer_trains_the_same_whenever_it_comes(when: str, tmp_path: Path) -> None:
     module, reference = Images(when), Images()

@@ -121,7 +121,7 @@ def plain_loop(name: str, scaler: torch.amp.GradScaler, window: int = 1) -> dict
     return weights(module)
 
 
-@pytest.mark.few(14)
+@pytest.mark.few(7)
 @pytest.mark.parametrize("name", [*ROWS, *OTHER_LOOKAHEADS])
 def test_it_equals_the_librarys_own_in_a_plain_loop(name: str) -> None:
     module = build(Three, name=name)
@@ -144,7 +144,7 @@ def test_a_scaler_skips_the_steps_that_a_plain_loop_skips(name: str) -> None:
     assert 1 < scaler.get_scale() == other.get_scale() < 2.0**18, "some were skipped, and some were not"
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", [*SPLIT, *OTHER_LOOKAHEADS])
 def test_a_resumed_fit_is_exact_and_another_optimizer_is_refused(name: str, tmp_path: Path) -> None:
     whole, resumed = build(Three, name=name, weight_decay=0.1), build(Three, name=name, weight_decay=0.1)
@@ -791,6 +791,7 @@ def test_the_table_has_what_people_ask_for() -> None:
     assert {"sgd", "adamw", "lion", "adafactor", "muon", "galore", "soap", "prodigy", "adamw8bit"} <= names
 
 
+@pytest.mark.few(15)
 @pytest.mark.filterwarnings("ignore")  # of libraries, about single settings
 @pytest.mark.parametrize("name", [name for name, row in ROWS.items() if not row.by_shape])
 def test_bytes_of_state_are_those_of_the_table(name: str) -> None:

@@ -342,6 +342,7 @@ FITS = [
 ]
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("factory", FACTORIES)
 def test_a_fit_takes_the_curve_to_its_last_value(factory):
     taken = {name: SETTINGS[name] for name in signature(factory).parameters.keys() & SETTINGS}
@@ -489,7 +490,7 @@ def test_a_group_that_joins_takes_the_momentum_of_the_cycle():
 # -- the tail for averaging -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("factory", FACTORIES)
 def test_the_tail_goes_behind_every_curve_with_its_groups(factory):
     for start, anneal in product([12, 0.6], [0, 3, 0.1]):

@@ -66,6 +66,7 @@ def returned(name: str, **settings: Any) -> Tiny:
     return Tiny(lambda _, module: factory(RecordingSGD(module.parameters(), lr=1.0), module, **settings))
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_module_made_by_hydra_has_the_learning_rates_of_one_that_returns_the_dictionary(name):
     settings = {"warmup": 0.2, "floor": 0.01}

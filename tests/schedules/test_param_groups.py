@@ -68,7 +68,7 @@ def of_timm(name: str, **settings: Any) -> Any:
         return timm.create_model(name, **settings)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", TIMM)
 def test_as_timm_groups(name):
     from timm.optim import param_groups_layer_decay
@@ -103,6 +103,7 @@ class Holds(L.LightningModule):
             setattr(self, name, module)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("wrap", [lambda model: model, lambda model: torch.compile(model), nn.Sequential])
 def test_a_module_that_holds_a_model_has_its_layers(wrap):
     inner = of_timm("resnet18")

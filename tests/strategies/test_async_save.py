@@ -173,6 +173,7 @@ def test_what_comes_after_a_save_waits_for_it_and_training_does_not(tmp_path: Pa
     assert run.checkpoint_callback.best_model_path == str(tmp_path / "step=16.ckpt")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("save_last", [True, "link"])
 def test_names_are_those_of_saves_that_are_waited_for(save_last: Any, tmp_path: Path) -> None:
     settings = {"filename": "a", "monitor": "own_loss", "save_top_k": 2, "save_last": save_last}

@@ -34,7 +34,7 @@ by_string_or_preset = pytest.mark.parametrize(
 each_preset = pytest.mark.parametrize("name", NAMES)
 
 
-@pytest.mark.few(60)
+@pytest.mark.few(30)
 @each_preset
 @by_string_or_preset
 @pytest.mark.parametrize(

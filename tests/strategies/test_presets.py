@@ -63,7 +63,7 @@ def test_the_string_preset_and_yaml_train_the_same(name: str, devices: int, tmp_
             assert ways[way] == {key: value for key, value in expected.items() if key != "weights"}, way
 
 
-@pytest.mark.few(8)
+@pytest.mark.few(4)
 @pytest.mark.parametrize("row", lt.presets(), ids=NAMES)
 def test_a_class_path_with_the_presets_arguments_is_the_preset(
     row: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

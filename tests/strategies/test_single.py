@@ -60,6 +60,7 @@ def test_a_checkpoint_loads_in_any_trainer(tmp_path: Path) -> None:
     assert_equal(weights(plain), weights(module))
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("on", EVERY)
 @pytest.mark.parametrize("name", ["its own", "gpu", "auto"])
 def test_the_autocast_is_that_of_the_device(name: str, on: str) -> None:

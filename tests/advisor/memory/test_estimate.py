@@ -89,6 +89,7 @@ def test_gradients_that_stay_are_added_to() -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
 @pytest.mark.filterwarnings("ignore")
@@ -129,6 +130,7 @@ def test_a_gpu_takes_what_was_estimated(script: dict[str, Any], model: str, prec
 # -- any batch size ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("strategy", [None, "ddp_bf16", "zero2_bf16"])
 def test_another_batch_size_is_as_if_measured(strategy: str | None) -> None:
     net = nn.Sequential(nn.Conv2d(3, 32, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(32 * 64, 3000), nn.ReLU())

@@ -361,6 +361,7 @@ def same(a: Any, b: Any) -> bool:
     return bool(torch.equal(a, b) if isinstance(a, Tensor) else np.array_equal(a, b))
 
 
+@pytest.mark.few(1)
 @everywhere
 def test_nothing_has_moved_afterwards(on: str, tmp_path: Any) -> None:
     train = DataLoader(data(), 8, shuffle=True, generator=torch.Generator().manual_seed(3))
@@ -440,7 +441,7 @@ class Slow(TensorDataset):
         return super().__getitem__(index)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("persistent", [False, True])
 @pytest.mark.parametrize("cut", [{}, {"max_steps": 8}, {"limit_train_batches": 3}], ids=spelled)
 def test_worker_processes_serve_the_pass_and_the_next_fit_and_end(persistent: bool, cut: dict[str, Any]) -> None:

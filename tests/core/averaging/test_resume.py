@@ -200,7 +200,7 @@ def half(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Any], Half]
     return run
 
 
-@pytest.mark.few(18)
+@pytest.mark.few(9)
 @pytest.mark.parametrize("kind", [Old, ByHook, InPlace, ByPreHook, InPlacePreHook, Reshaped, ByVersion])
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
 @pytest.mark.parametrize("average", AVERAGES)

@@ -75,7 +75,7 @@ def test_only_one_bucket_is_held_besides_the_lists(monkeypatch: pytest.MonkeyPat
     assert 0 < most <= 2**21  # the largest tensor
 
 
-@pytest.mark.few(18)
+@pytest.mark.few(9)
 @pytest.mark.parametrize("stop", range(1, 15))
 @pytest.mark.parametrize("part", [0, 1])
 @pytest.mark.parametrize("back", [False, True])
@@ -163,6 +163,7 @@ def test_a_weight_written_to_in_the_forward_pass_is_an_error(on: str) -> None:
             fit(build(Writes), callbacks=[lt.EMA(0.9, device="cpu")], accelerator=there.name)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("on", CUDA)
 @pytest.mark.parametrize("settings", [{}, {"precision": "16-mixed"}, {"precision": "bf16-true"}], ids=str)
 def test_a_fit_gives_the_same_average_in_either_memory(settings: Any, on: str, tmp_path: Any) -> None:

@@ -222,6 +222,7 @@ def interrupt(*_: Any) -> None:
     raise KeyboardInterrupt
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize(
     ("where", "how"),
     [

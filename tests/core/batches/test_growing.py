@@ -188,6 +188,7 @@ def test_without_growth_the_length_of_the_training_may_be_unknown(kind: Any) -> 
         assert_equal(weights(tricked), weights(module))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_compiled_networks_meet_eight_sizes(kind: Any) -> None:
     module = seen(kind(0.25, stop=20, multiple_of=1), lt.Compile(backend="eager"), batches=22, limit_val_batches=0)

@@ -146,6 +146,7 @@ DEVICES += [("simulated cuda", precision) for precision in ("16-mixed", "bf16-mi
 # ---- when
 
 
+@pytest.mark.few(9)
 @pytest.mark.parametrize("kind", [lt.Mixup, lt.CutMix])
 @pytest.mark.parametrize(
     ("settings", "steps"),
@@ -200,6 +201,7 @@ def test_a_stream_has_an_end_but_no_half(kind: Any) -> None:
 # ---- beside other tricks
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("average", [None, lt.EMA, lt.SWA])
 @pytest.mark.parametrize("first", [True, False])
 def test_averages_leave_the_mixing_alone_and_batchnorm_sees_plain_batches(average: Any, first: bool) -> None:
@@ -237,6 +239,7 @@ def test_averages_leave_the_mixing_alone_and_batchnorm_sees_plain_batches(averag
 # ---- resume
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("kind", [lt.Mixup, lt.CutMix])
 @pytest.mark.parametrize(("step", "train"), [(4, True), (6, False), (8, True)])
 @pytest.mark.parametrize("first", [False, True])
@@ -278,7 +281,7 @@ TRICKS: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("one", "other"), list(combinations(TRICKS, 2)))
 def test_all_pairs_train_in_either_order_and_resume_bit_equal(one: str, other: str, tmp_path: Any) -> None:
     class Feed(Resumable):

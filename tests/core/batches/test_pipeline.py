@@ -126,7 +126,7 @@ class Even(Resumable):
         self.batches = list(loader(48))
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("first", [False, True])
 @pytest.mark.parametrize(
     "settings",

@@ -170,7 +170,7 @@ def test_an_epoch_that_was_over_is_over_with_another_number_of_batches(hook: str
         assert module.optimizer.lrs == pytest.approx(linear_lrs(3 * batches, epoch * batches))
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("factory", FALLING, ids=lambda factory: factory.__name__)
 def test_every_curve_ends_where_training_ends(factory: Any, tmp_path: Path) -> None:
     def schedule(optimizer: Any, module: Any) -> Any:

@@ -58,7 +58,7 @@ def presets(folder: Path) -> dict[str, dict[str, Any]]:
     return {"preset": {"strategy": "single_bf16"}, "Preemption": {"callbacks": [lt.Preemption(folder)]}}
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("by", ["preset", "Preemption"])
 @pytest.mark.parametrize("validates", [False, True])
 @pytest.mark.parametrize(

@@ -52,7 +52,7 @@ def assert_counts(train: Any = None, module: Counted | None = None, **settings: 
     return module
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("accumulation", ACCUMULATION)
 @pytest.mark.parametrize("batches", [1, 3, 4, 7])
 def test_the_count_is_what_a_fit_takes(batches, accumulation):

@@ -106,6 +106,7 @@ def trained(by_hand: bool, manual: bool = False, **settings: Any) -> tuple[dict[
     return weights(module), trainer.callback_metrics
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", SETTINGS)
 def test_weights_and_records_of_a_training(name):
     got, expected = (trained(by_hand, name == "manual", **SETTINGS[name]) for by_hand in (False, True))

@@ -246,7 +246,7 @@ def trained(trick: Any, step: Any, **changes: Any) -> Any:
     return module
 
 
-@pytest.mark.few(80)
+@pytest.mark.few(40)
 @pytest.mark.parametrize("trick", TRICKS)
 @pytest.mark.parametrize("name", SECOND)
 def test_a_second_label_that_is_not_named_is_refused_by_its_path(name: str, trick: str) -> None:
@@ -268,7 +268,7 @@ NAMED = [
 ]
 
 
-@pytest.mark.few(30)
+@pytest.mark.few(15)
 @pytest.mark.parametrize("trick", ["Mixup", "HiddenMixup"])
 @pytest.mark.parametrize("name", NAMED)
 def test_a_second_label_that_is_named_is_mixed(name: str, trick: str) -> None:
@@ -496,7 +496,7 @@ CALL_THE_LAYER = [
 ]
 
 
-@pytest.mark.few(30)
+@pytest.mark.few(15)
 @pytest.mark.parametrize(
     ("trick", "name"),
     [(trick, name) for trick in TRICKS for name in (CALL_THE_LAYER if trick == "HiddenMixup" else INPUTS)],

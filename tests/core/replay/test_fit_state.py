@@ -203,7 +203,7 @@ def test_a_fit_after_a_sweep_is_as_one_without(kind: type[L.LightningModule]) ->
     assert_same_fit(kind, shuffled)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("loaders", LOADERS)
 @pytest.mark.filterwarnings("ignore:You defined a `validation_step`")
 def test_whatever_the_loader(loaders: str) -> None:
@@ -347,6 +347,7 @@ class Breaks(Scheduled):
 WHEN = ("never", "setup", "configure_optimizers", "training_step", "backward")
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("error", [RuntimeError("planned"), KeyboardInterrupt(), SystemExit(3)], ids=repr)
 @pytest.mark.parametrize("when", WHEN)
 def test_everything_is_as_before(when: str, error: BaseException, tmp_path: Any) -> None:

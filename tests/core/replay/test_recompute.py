@@ -61,7 +61,7 @@ def descend(model: nn.Module, loss: Callable[[nn.Module], Tensor]) -> dict[str, 
     return {**gradients, **weights(model), "random": torch.get_rng_state()}
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @policies
 @pytest.mark.parametrize("made", [resnet, bert])
 def test_gradients_and_state_are_bit_equal(made: Any, policy: str) -> None:
@@ -72,6 +72,7 @@ def test_gradients_and_state_are_bit_equal(made: Any, policy: str) -> None:
         assert_equal(descend(again, loss), descend(model, loss))
 
 
+@pytest.mark.few(1)
 @policies
 def test_gradients_are_equal_under_autocast(policy: str) -> None:
     torch.manual_seed(0)

@@ -81,6 +81,7 @@ class Adapts(PlainNet):
         self.descend(batch)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("bad", [False, True])
 @pytest.mark.parametrize(
     "trick",

@@ -70,6 +70,7 @@ def windows(accumulate: int) -> list[list[Any]]:
 # ---- equal to the naive loop
 
 
+@pytest.mark.few(9)
 @pytest.mark.parametrize("accumulate", [1, 2, 4])  # 6 batches: 4 leaves a ragged window
 @pytest.mark.parametrize("clip", [None, ("norm", 0.1), ("value", 0.01)], ids=str)
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])

@@ -229,7 +229,7 @@ def name_of(case: Case) -> str:
     return f"{names.get(case[0], case[0])}, {case[1]}, {case[2]}, {case[3]}"
 
 
-@pytest.mark.few(12)
+@pytest.mark.few(6)
 @pytest.mark.parametrize("case", SINGLE, ids=name_of)  # fp32 and bf16-mixed of plain SAM are in test_mixin.py
 def test_equals_a_naive_loop(case: Case) -> None:
     ours, theirs = with_sam(SAMNormNet, case[0]), build(NormNet)
@@ -259,6 +259,7 @@ class Noting(SAMNormNet):
         self.norms.append(self.trainer.callback_metrics["tricks/sam_grad_norm"].item())
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     "case",
     [
@@ -280,7 +281,7 @@ def test_the_logged_norm_is_that_of_the_batch(case: Case) -> None:
 # ---- the no-op limits
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     "rule",
     [
@@ -334,6 +335,7 @@ def test_micro_batches_as_large_as_the_batch_are_plain_sam() -> None:
     assert_close(weights(whole), weights(parts))
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 def test_resume_is_bit_exact(rule: lt.SAM, tmp_path: Any) -> None:
     whole, half, rest = (with_sam(SAMNormNet, rule) for _ in range(3))
@@ -374,7 +376,7 @@ class RandomStates(Callback):
         self.states.append(torch.get_rng_state())
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_logs_metrics_statistics_and_random_numbers_are_those_of_one_run(rule: lt.SAM, precision: Any) -> None:

@@ -89,6 +89,7 @@ class Layers(nn.Module):
         return self.layers(x)
 
 
+@pytest.mark.few(2)
 # of torch, for each call of a compiled module while hooks of all modules look on
 @pytest.mark.filterwarnings("ignore:Using `torch.compile:UserWarning")
 @pytest.mark.parametrize(
