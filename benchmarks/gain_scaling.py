@@ -1,10 +1,11 @@
 """Does a gain grow, stay or vanish with more data and more weights? The language model at 1, 4 and 16 times of both.
 
-``nice python benchmarks/gain_scaling.py`` (some twelve hours of one core; ``--reduced`` tries it for a few steps). The
-text, network, steps and rules are those of ``language_model.py``. Data: a sixteenth, a quarter and all of the text,
-with 96 features; weights: 48, 96 and 192 features, which is about 1, 4 and 16 times the weights, with all of the text.
-All train for as many steps, so that less text has more epochs. It writes ``benchmarks/results/gain_scaling.json``, and
-draws the gains over plain training beside it, and goes on in another session (``kept_runs.py``).
+``nice python benchmarks/gain_scaling.py`` (some hours of one core; ``--reduced`` tries it for a few steps). The text,
+network and rules are those of ``language_model.py``, whose training takes five times as long. Data: a sixteenth, a
+quarter and all of the text, with 84 features; weights: 42, 84 and 168 features, which is about 1, 4 and 16 times the
+weights, with all of the text. All train for as many steps, so that less text has more epochs. It writes
+``benchmarks/results/gain_scaling.json``, and draws the gains over plain training beside it, and goes on in another
+session (``kept_runs.py``).
 """
 
 from __future__ import annotations
@@ -22,14 +23,15 @@ from quality import Recipe
 from quality_report import PLAIN
 from rows import written
 from tables import RESULTS
-from tuned import PARTS, Contender, measure, table
+from tuned import PARTS, Budget, Contender, measure, table
 
 import lightning_tricks as lt
 from lightning_tricks.examples.tasks import Split
 from lightning_tricks_cli.runs.demo import small_runs
 
-SHARES, WIDTHS, MIDDLE = (1 / 16, 1 / 4, 1.0), (48, 96, 192), 96
+SHARES, WIDTHS, MIDDLE = (1 / 16, 1 / 4, 1.0), (42, 84, 168), 84
 CELLS = list(dict.fromkeys([(share, MIDDLE) for share in SHARES] + [(1.0, width) for width in WIDTHS]))
+SHORT = FULL._replace(budget=Budget(192, 3, 48))
 SOME: dict[str, Trick] = {name: TRICKS[name] for name in (PLAIN, "EMA", "cosine", "cosine, Muon")}
 SOME |= {"SAM": Trick(lambda: Recipe((lt.SAMCallback(),)))}
 
@@ -117,7 +119,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--reduced", action="store_true", help="a few steps, into results/scratch")
     args = parser.parse_args()
-    scale, output, kept = (REDUCED, RESULTS / "scratch", None) if args.reduced else (FULL, RESULTS, RESULTS / "runs")
+    scale, output, kept = (REDUCED, RESULTS / "scratch", None) if args.reduced else (SHORT, RESULTS, RESULTS / "runs")
     folder = RESULTS / "scratch" / f"gain scaling{', reduced' if args.reduced else ''}"
     file = kept and kept / "gain_scaling.json"
     found: dict[tuple[float, int], dict[str, list[Any]]] = {}
