@@ -11,6 +11,7 @@ import gc
 import logging
 import multiprocessing
 import os
+import re
 import sys
 import warnings
 from collections.abc import Sequence
@@ -37,6 +38,7 @@ HEAVY = (
     "timm.utils",
     "transformers.trainer_utils",
 )
+OTHER_NAMESPACE = re.compile(r"pytorch_lightning_tricks|tests\.pytorch_lightning")
 
 _started = gateway_io.Popen2IOMaster  # execnet's own
 _forked: list[tuple[multiprocessing.Process, int, int]] = []
@@ -73,7 +75,7 @@ def fork_workers(count: int, tests: Sequence[Path]) -> None:
             with suppress(ImportError):
                 import_module(name)
         for path in tests:
-            if "pytorch_lightning_tricks" not in path.read_text():
+            if not OTHER_NAMESPACE.search(path.read_text()):
                 with suppress(Exception, pytest.skip.Exception, pytest.fail.Exception):  # those are no Exception
                     import_module(".".join(path.with_suffix("").parts))
     gc.collect()

@@ -59,6 +59,7 @@ def small_bert(finetune: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyP
 SOME = ("EMA", "soup of three", "SAM, half the steps")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("names", [SOME, None], ids=["some", "all"])
 def test_tricks_are_measured(
     names: tuple[str, ...] | None, finetune: ModuleType, tuned: ModuleType, small_bert: Path, tmp_path: Path
