@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import lightning as L
@@ -22,7 +21,7 @@ from tests.callbacks.test_swa import Resumable
 from tests.core.batches.test_mixing import DEVICES, Steps
 from tests.device.devices import device
 from tests.few import few
-from tests.nets import Net, NormNet, PlainNet, SaveAt, assert_close, assert_equal, build, fit, loader, trainer, weights
+from tests.nets import Net, NormNet, PlainNet, assert_close, assert_equal, build, fit, loader, trainer, weights
 
 SHAPE = {"vocab_size": 60, "num_labels": 3, "pad_token_id": 0, "initializer_range": 0.3, "max_position_embeddings": 16}
 SIZE = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -353,21 +352,6 @@ def test_the_target_of_a_dictionary_is_found_or_named(key: str) -> None:
     module, watch, batches = build(Named, key=key), Watch(mixup), Resumable().batches
     fit(module, callbacks=[mixup, watch], train=feed(*({"x": x, key: y} for x, y in batches)), limit_val_batches=0)
     assert_close(weights(module), train_by_hand(watch.drawn, 2 * batches))
-
-
-@pytest.mark.parametrize(("step", "train"), [(4, Resumable), (6, loader), (8, Resumable)])
-@pytest.mark.parametrize("first", [False, True])
-def test_resume_is_bit_exact(step: int, train: Callable[[], Any], first: bool, tmp_path: Path) -> None:
-    runs, path = [], tmp_path / "x.ckpt"
-    for ckpt_path in (None, path):
-        mixup, module = lt.HiddenMixup("layers.2", prob=0.7), build(PlainNet)
-        watch, saves = Watch(mixup), [] if ckpt_path else [SaveAt(path, step=step)]
-        callbacks = [*saves, mixup, watch] if first else [mixup, watch, *saves]
-        fit(module, callbacks=callbacks, train=train(), ckpt_path=ckpt_path)
-        runs.append((weights(module), [str(numbers) for numbers in watch.drawn]))
-    (whole, drawn), (rest, later) = runs
-    assert drawn[step:] == later
-    assert_equal(whole, rest)
 
 
 @pytest.mark.parametrize(("on", "precision"), DEVICES)

@@ -13,9 +13,8 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
 import lightning_tricks as lt
-from tests.nets import Net, NormNet, PlainNet, assert_close, assert_equal, build, fit, loader, rank_loader, trainer
+from tests.nets import Net, NormNet, PlainNet, assert_equal, build, fit, loader, trainer
 from tests.nets import weights as weights_of
-from tests.ranks import Cases, run_cases
 from tests.reference.loop import Naive, naive_fit
 
 
@@ -216,24 +215,3 @@ def test_layers_that_something_else_has_changed_are_refused() -> None:
 
 
 # -- ranks ------------------------------------------------------------------------------------------------------------
-
-
-def on_ranks(strategy: str) -> dict[str, Tensor]:
-    settings = {"strategy": "ddp"} if strategy == "ddp" else lt.preset(strategy, precision="32-true")
-    module = build(PlainNet)
-    run = trainer(devices=2, callbacks=[lt.QAT("int4")], use_distributed_sampler=False, **settings)
-    run.fit(module, rank_loader(), loader(8))
-    return weights_of(module)
-
-
-@pytest.fixture(scope="module")
-def two_ranks() -> Cases:
-    return run_cases(on_ranks, ["ddp", "fsdp2_bf16"])
-
-
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp2_bf16"])
-def test_two_ranks_equal_one_process(strategy: str, two_ranks: Cases) -> None:
-    module = build(PlainNet)
-    trainer(callbacks=[lt.QAT("int4")]).fit(module, loader(48, 16), loader(8))
-    for found in two_ranks[strategy]:
-        assert_close(found, weights_of(module), 1e-5)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -12,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
@@ -317,21 +316,6 @@ def test_the_targets_of_a_transformers_model_are_counted_also_without_logits() -
     assert_close(weights(trained(lt.TokenMean(), lt.LeanLoss(), kind=Causal)), expected, 1e-5)
     plain = weights(trained(kind=Causal))
     assert any((plain[name] - expected[name]).abs().max() > 1e-3 for name in expected)
-
-
-def test_a_resumed_run_is_bit_equal(tmp_path: Path) -> None:
-    save = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=3, save_top_k=-1, enable_version_counter=False)
-    whole = trained(lt.TokenMean(counted), save, enable_checkpointing=True)
-    again = build(Language, loss=CE)
-    fit(
-        again,
-        train=DataLoader(batches(), batch_size=None),
-        callbacks=[lt.TokenMean(lambda batch: counted(batch))],  # another object
-        accumulate_grad_batches=ACCUMULATED,
-        limit_val_batches=0,
-        ckpt_path=tmp_path / "step=3.ckpt",
-    )
-    assert_equal(weights(again), weights(whole))
 
 
 # -- two ranks --------------------------------------------------------------------------------------------------------
