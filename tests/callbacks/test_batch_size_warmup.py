@@ -23,6 +23,7 @@ from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, Weight
 import lightning_tricks as lt
 from lightning_tricks.callbacks.batch_size_warmup import BatchSizeWarmup, doublings, factor_at
 from lightning_tricks.schedules import optimizer_steps
+from tests.callbacks.test_lr_schedule import CLINet
 from tests.core.lightning.test_steps import SizedStream
 from tests.nets import (
     Net,
@@ -692,14 +693,6 @@ def test_validation_alone_needs_nothing():
 
 
 # -- from YAML --------------------------------------------------------------------------------------------------------
-
-
-class CLINet(Net):
-    def train_dataloader(self) -> Any:
-        return loader()
-
-    def val_dataloader(self) -> Any:
-        return loader(24)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import lightning_tricks as lt
-from tests.callbacks.test_swa import Resumable
 from tests.core.batches.test_mixing import DEVICES, Steps
 from tests.device.devices import device
 from tests.few import few
@@ -329,7 +328,7 @@ def test_a_run_is_the_naive_one_mixed_from_start_to_stop(settings: dict[str, Any
     chosen = [step for step, numbers in enumerate(watch.drawn) if numbers]
     assert 0 < len(chosen) < 12 if steps is None else chosen == list(steps)
     assert len({watch.drawn[step][0] for step in chosen}) == len(chosen)  # new numbers for every batch
-    assert_close(weights(module), train_by_hand(watch.drawn, 2 * Resumable().batches))
+    assert_close(weights(module), train_by_hand(watch.drawn, 2 * list(loader())))
 
 
 class Named(PlainNet):
@@ -341,7 +340,7 @@ class Named(PlainNet):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         y, z = batch[self.key], self(batch["x"])
-        plain = Resumable().batches[batch_idx][1]
+        plain = list(loader())[batch_idx][1]
         assert (z.argmax(-1) == y).sum() == (z.argmax(-1) == plain).sum()
         return F.cross_entropy(z, y)
 
@@ -349,7 +348,7 @@ class Named(PlainNet):
 @pytest.mark.parametrize("key", ["labels", "label", "target", "targets", "y", "gold"])
 def test_the_target_of_a_dictionary_is_found_or_named(key: str) -> None:
     mixup = lt.HiddenMixup("layers.2", 1.0, target="gold" if key == "gold" else None)
-    module, watch, batches = build(Named, key=key), Watch(mixup), Resumable().batches
+    module, watch, batches = build(Named, key=key), Watch(mixup), list(loader())
     fit(module, callbacks=[mixup, watch], train=feed(*({"x": x, key: y} for x, y in batches)), limit_val_batches=0)
     assert_close(weights(module), train_by_hand(watch.drawn, 2 * batches))
 

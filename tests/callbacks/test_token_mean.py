@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, IterableDataset
 import lightning_tricks as lt
 from tests.conformance.runs import fp16
 from tests.losses.test_lean_loss import causal
-from tests.nets import PlainNet, ShardedLayers, assert_close, assert_equal, build, fit, loader, weights
+from tests.nets import PlainNet, ShardedLayers, Steps, assert_close, assert_equal, build, fit, loader, weights
 from tests.ranks import Cases, run_cases
 
 IGNORED, WORDS, ACCUMULATED = -100, 11, 3
@@ -392,13 +392,6 @@ def of_others(logits: Tensor, labels: Tensor) -> Tensor:
 
 def without_targets(logits: Tensor, labels: Tensor) -> Tensor:
     return logits.square().mean()
-
-
-class Steps(Callback):
-    made = 0
-
-    def on_exception(self, trainer: Any, *_: Any) -> None:
-        self.made = trainer.global_step
 
 
 @pytest.mark.parametrize(

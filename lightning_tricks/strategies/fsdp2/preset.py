@@ -1,4 +1,4 @@
-"""Fully sharded data parallelism (FSDP2): each process holds one shard of weights, gradients and optimizer states."""
+"""The presets of FSDP2: sharding, which is in sharded.py, and layers that are split (tensor parallelism)."""
 
 from __future__ import annotations
 
