@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -20,7 +21,7 @@ from torch.utils.data import DataLoader, IterableDataset
 import lightning_tricks as lt
 from tests.conformance.runs import fp16
 from tests.losses.test_lean_loss import causal
-from tests.nets import PlainNet, ShardedLayers, Steps, assert_close, assert_equal, build, fit, loader, weights
+from tests.nets import PlainNet, SaveAt, ShardedLayers, Steps, assert_close, assert_equal, build, fit, loader, weights
 from tests.ranks import Cases, run_cases
 
 IGNORED, WORDS, ACCUMULATED = -100, 11, 3
@@ -316,6 +317,17 @@ def test_the_targets_of_a_transformers_model_are_counted_also_without_logits() -
     assert_close(weights(trained(lt.TokenMean(), lt.LeanLoss(), kind=Causal)), expected, 1e-5)
     plain = weights(trained(kind=Causal))
     assert any((plain[name] - expected[name]).abs().max() > 1e-3 for name in expected)
+
+
+def test_a_run_is_resumed_with_another_function_that_counts(tmp_path: Path) -> None:
+    def ended(*callbacks: Callback, **settings: Any) -> dict[str, Tensor]:
+        module = build(Language, loss=CE)
+        settings |= {"train": DataLoader(batches(), batch_size=None), "accumulate_grad_batches": ACCUMULATED}
+        fit(module, callbacks=[lt.TokenMean(lambda batch: counted(batch)), *callbacks], limit_val_batches=0, **settings)
+        return weights(module)
+
+    whole = ended(SaveAt(tmp_path / "a.ckpt", epoch=0))
+    assert_equal(ended(ckpt_path=tmp_path / "a.ckpt"), whole)
 
 
 # -- two ranks --------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""SAM against a naive loop, its no-op limit, the purity of its second run, and what it refuses."""
+"""SAM against a naive loop, the purity of its second run, and what it refuses."""
 
 from __future__ import annotations
 
@@ -88,9 +88,6 @@ def test_the_grad_scaler_changes_nothing_but_the_scale() -> None:
         scaler = torch.amp.GradScaler("cpu", init_scale=scale)
         fit(module, plugins=[MixedPrecision("16-mixed", "cpu", scaler=scaler)], accumulate_grad_batches=2, max_epochs=1)
     assert_close(weights(scaled), weights(plain), 1e-3)
-
-
-# ---- the no-op limit
 
 
 # ---- the second run
