@@ -109,7 +109,6 @@ from lightning_tricks.schedules.factories import (
     one_cycle,
     polynomial,
     step_decay,
-    swa_tail,
     wsd,
 )
 from lightning_tricks.schedules.lr_finder import find_lr
@@ -117,6 +116,7 @@ from lightning_tricks.schedules.param_groups import discriminative_groups, layer
 from lightning_tricks.schedules.plateau import reduce_on_plateau
 from lightning_tricks.schedules.plot import plot_schedule
 from lightning_tricks.schedules.scaling import effective_batch_size, scale_adam, scale_lr
+from lightning_tricks.schedules.tail import swa_tail
 from lightning_tricks.strategies.ddp.preset import DDPPreset
 from lightning_tricks.strategies.fsdp2.preset import FSDP2Preset
 from lightning_tricks.strategies.presets import preset, presets

@@ -90,6 +90,29 @@ class PlainNet(Net):
         self.layers = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 2))
 
 
+class Resumable:
+    """A loader of batches that goes on in mid-epoch, as that of torchdata does."""
+
+    def __init__(self, batches: list[Any] | None = None) -> None:
+        self.batches = list(loader()) if batches is None else batches
+        self.at = self.skip = 0
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Any:
+        first, self.skip = self.skip, 0
+        for index in range(first, len(self)):
+            self.at = index + 1
+            yield self.batches[index]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.at = self.skip = state["at"]
+
+
 class SteppedByHand(L.LightningModule):
     """Optimizes by hand, with the loss of the class that comes next."""
 
@@ -118,6 +141,15 @@ class Stream(IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.samples)
+
+
+class Steps(L.Callback):
+    """Counts the optimizer steps that were made before an error."""
+
+    made = 0
+
+    def on_exception(self, trainer: Any, *_: Any) -> None:
+        self.made = trainer.global_step
 
 
 class SaveAt(L.Callback):

@@ -16,7 +16,6 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.memory import garbage_collection_cuda
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lightning_tricks.callbacks.sam import SAMCallback
@@ -95,7 +94,7 @@ class BatchTrial(UndoneFit):
     @override
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         # UndoneFit restores all attributes of the strategy and the module, and with them these methods.
-        wrap_method(trainer.strategy, "process_dataloader", _resizable)
+        wrap_method(trainer.strategy, "process_dataloader", lambda process, x: resizable(process(x), "find_batch_size"))
         wrap_method(pl_module, "log", lambda *_, **__: None)  # Logging may wait for other ranks.
         if trainer.world_size > 1:
             wrap_method(pl_module, "all_gather", _refuse_all_gather)
@@ -159,10 +158,6 @@ class BatchTrial(UndoneFit):
     def _share_outcome(self, trainer: L.Trainer, outcome: int) -> None:
         """Set the outcome to the worst of all ranks."""
         _, self._outcome = extremes(trainer, outcome)
-
-
-def _resizable(process: Callable[[Any], Any], loader: Any) -> DataLoader[Any]:
-    return resizable(process(loader), "find_batch_size")
 
 
 def _refuse_all_gather(*_: Any, **__: Any) -> None:

@@ -16,7 +16,6 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.optim import Optimizer
 from torch.optim.lr_scheduler import (
     ConstantLR,
     CosineAnnealingLR,
@@ -33,6 +32,7 @@ from lightning_tricks.core.checks import check_choice, check_strings, some
 from lightning_tricks.core.lightning.engine import engine_of
 from lightning_tricks.core.lightning.fit import optimizer_steps
 from lightning_tricks.core.lightning.loaders import available_cores
+from lightning_tricks.core.lightning.optimizer_groups import weights_of
 from lightning_tricks.core.lightning.steps import UnknownTotalSteps
 from lightning_tricks.core.lightning.trainer import callbacks_of, data_parallel, extremes, is_fitting
 from lightning_tricks.core.trick import Trick
@@ -198,7 +198,7 @@ def forgotten_parameters(module: nn.Module, trainer: L.Trainer) -> Iterator[str]
     """Find parameters that train, and that no optimizer holds."""
     if engine_of(trainer).is_deepspeed:
         return  # It holds flat copies.
-    held = {id(parameter) for optimizer in trainer.optimizers for parameter in _held(optimizer)}
+    held = {id(parameter) for optimizer in trainer.optimizers for parameter in weights_of(optimizer)}
     names = [name for name, weight in module.named_parameters() if weight.requires_grad and id(weight) not in held]
     if names:
         yield (
@@ -212,17 +212,13 @@ def frozen_parameters(module: nn.Module, trainer: L.Trainer) -> Iterator[str]:
     if any(isinstance(callback, StagedCallback | BaseFinetuning) for callback in callbacks_of(trainer, Callback)):
         return
     for optimizer in trainer.optimizers:
-        held = {id(parameter) for parameter in _held(optimizer)}
+        held = {id(parameter) for parameter in weights_of(optimizer)}
         names = [name for name, weight in module.named_parameters() if not weight.requires_grad and id(weight) in held]
         if names:
             yield (
                 f"{type(optimizer).__name__} holds {some(names, 3)}, which are frozen and never train. Pass it the"
                 " parameters with requires_grad alone, or unfreeze them."
             )
-
-
-def _held(optimizer: Optimizer) -> list[torch.Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 MODULE_RULES: dict[str, Callable[[nn.Module], Iterator[str]]] = {

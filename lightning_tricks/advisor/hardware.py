@@ -68,6 +68,11 @@ class Hardware:
         """The number of batches that the devices compute at a time: one each, or one in a node (``tp_bf16``)."""
         return self.nodes if preset == "tp_bf16" else self.world
 
+    def trainer(self, preset: str, accumulate: int) -> dict[str, Any]:
+        """The arguments of a Trainer on the devices."""
+        sizes = {"devices": self.devices, "num_nodes": self.nodes, "accumulate_grad_batches": accumulate}
+        return {"strategy": preset, **sizes}
+
     @classmethod
     def of(cls, kind: str, **known: Any) -> Hardware:
         """Devices of a kind, with the memory of its data sheet.

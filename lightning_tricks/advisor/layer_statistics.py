@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_tricks.core.device import fetched
-from lightning_tricks.core.weights.tensors import local_part
+from lightning_tricks.core.lightning.optimizer_groups import weights_of
+from lightning_tricks.core.weights.tensors import full_tensor, local_part
 
 _WITH_UNITS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)  # a row of the weight is a unit
 
@@ -77,18 +77,19 @@ class Look:
     def gradients(self, parameters: list[nn.Parameter]) -> None:
         """Keep what an optimizer is about to step with; a GradScaler may still leave out the step."""
         for weight in parameters:
-            gradient = _full(weight.grad)
+            assert weight.grad is not None, "an optimizer is about to step with it"
+            gradient = full_tensor(weight.grad)
             alive = gradient.flatten(1).ne(0).any(1) if gradient.ndim > 1 else None
             self._before[weight] = weight.detach().clone(), _norm(gradient), alive
 
     @torch.no_grad()
     def _stepped(self, optimizer: Optimizer, *_: Any) -> None:
-        for weight in [weight for group in optimizer.param_groups for weight in group["params"]]:
+        for weight in weights_of(optimizer):
             if weight not in self._before:
                 continue
             before, gradient, alive = self._before.pop(weight)
             after = weight.detach()
-            norms = [gradient, *(_norm(_full(tensor)) for tensor in (after - before, before, after))]
+            norms = [gradient, *(_norm(full_tensor(tensor)) for tensor in (after - before, before, after))]
             self._norms.setdefault(weight, []).append(torch.stack(norms))
             if alive is not None:
                 self._alive[weight] = self._alive[weight] | alive if weight in self._alive else alive
@@ -134,12 +135,6 @@ class Look:
             dict(zip(self._alive, numbers[first:second], strict=True)),
             dict(zip(self._squares, numbers[second:], strict=True)),
         )
-
-
-def _full(tensor: Tensor | None) -> Tensor:
-    """A tensor with the shards of all ranks, which take part."""
-    assert tensor is not None, "there is a gradient"
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def _norm(tensor: Tensor) -> Tensor:

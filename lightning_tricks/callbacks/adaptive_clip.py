@@ -163,12 +163,8 @@ class AdaptiveClip(GradientCallback):
         complete = [parameter.grad for parameter in clipped if parameter.grad is not None]
         vectors = [tensor for tensor in (*clipped, *complete) if tensor.ndim <= 1]
         with torch.no_grad():
-            ours, gradients = _local(weights, clipped), _local(weights, complete)
+            ours, gradients = weights.parts(clipped), weights.parts(complete)
             _clip(ours, gradients, self.clip_factor, self.eps, lambda parts: weights.norms(parts, of=vectors))
-
-
-def _local(weights: LocalWeights, tensors: Sequence[Tensor]) -> list[Tensor]:
-    return [part for tensor in tensors if (part := weights.local(tensor.detach())) is not None]
 
 
 def _require_complete_rows(parameter: Tensor) -> None:

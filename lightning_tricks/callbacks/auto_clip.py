@@ -140,7 +140,7 @@ class AutoClip(GradientCallback):
     ) -> None:
         number = optimizer_number(trainer, optimizer)
         gradients = [parameter.grad.detach() for parameter in parameters if parameter.grad is not None]
-        parts = [part for gradient in gradients if (part := weights.local(gradient)) is not None]
+        parts = weights.parts(gradients)
         norm = weights.norm(parts, of=gradients)
         if norm.is_cpu:
             self._clip_by_numbers(number, parts, norm.item())

@@ -248,9 +248,9 @@ class Distill(TeachingCallback):
 
     def _parts(self, module: L.LightningModule) -> dict[str, nn.Module]:
         """The parts whose call the teacher may repeat, by name: the module, and its children with weights."""
-        if self.student is None:
-            children = {name: child for name, child in module.named_children() if any(True for _ in child.parameters())}
-            return {"": module, **{name: child for name, child in children.items() if _takes_hooks(child)}}
+        if self.student is None:  # torch.jit calls no hooks
+            children = {name: m for name, m in module.named_children() if not isinstance(m, torch.jit.ScriptModule)}
+            return {"": module, **{name: m for name, m in children.items() if any(True for _ in m.parameters())}}
         parts = dict(module.named_modules())
         if self.student not in parts:
             raise MisconfigurationException(
@@ -495,7 +495,3 @@ def _has_decoder(kind: Any) -> bool:
 
 def _tensors(value: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor) and not leaf.is_inference()]
-
-
-def _takes_hooks(module: nn.Module) -> bool:
-    return not isinstance(module, torch.jit.ScriptModule)

@@ -93,8 +93,8 @@ class GradientStats(GradientCallback):
         known = {id(each.parameter) for each in self._measured}  # of a step before in this batch
         names = {id(p): name for name, p in trainer.lightning_module.named_parameters() if id(p) not in known}
         found = [parameter for parameter in parameters if id(parameter) in names]
-        gradients = _norms(weights, _local(weights, [p.grad for p in found if p.grad is not None]), found)
-        before = copies(_local(weights, found))
+        gradients = _norms(weights, weights.parts(p.grad for p in found), found)
+        before = copies(weights.parts(found))
         self._measured += [
             _Measured(names[id(parameter)], parameter, *values)
             for parameter, *values in zip(found, before, gradients, strict=True)
@@ -111,7 +111,7 @@ class GradientStats(GradientCallback):
         assert self._weights is not None, "set in setup"
         names, parameters, before, gradients = map(list, zip(*measured, strict=True))
         norms = {"gradient": gradients, "weight": _norms(self._weights, before, parameters)}
-        for then, now in zip(before, _local(self._weights, parameters), strict=True):
+        for then, now in zip(before, self._weights.parts(parameters), strict=True):
             then -= now
         norms["update"] = _norms(self._weights, before, parameters)
         groups: dict[str, list[int]] = {"": list(range(len(names)))}
@@ -145,10 +145,6 @@ class _Measured(NamedTuple):
 def _norm(norms: Sequence[Tensor]) -> Tensor:
     """The norm of several tensors together, by their norms."""
     return torch.linalg.vector_norm(torch.stack([norm.to(norms[0]) for norm in norms]))
-
-
-def _local(weights: LocalWeights, tensors: Sequence[Tensor]) -> list[Tensor]:
-    return [part for tensor in tensors if (part := weights.local(tensor.detach())) is not None]
 
 
 def _norms(weights: LocalWeights, parts: Sequence[Tensor], of: Sequence[Tensor]) -> list[Tensor]:

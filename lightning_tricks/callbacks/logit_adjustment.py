@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, final
+from typing import Any, final
 
 import lightning as L
 import torch
@@ -11,7 +11,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_tricks.core.batches.callback import BatchCallback
+from lightning_tricks.core.batches.callback import EveryBatchCallback
 from lightning_tricks.core.batches.paths import Names, get, spelled
 from lightning_tricks.core.batches.pipeline import BatchContext
 from lightning_tricks.core.checks import check_range
@@ -26,7 +26,7 @@ __all__ = ["LogitAdjustment"]
 
 
 @final
-class LogitAdjustment(BatchCallback):
+class LogitAdjustment(EveryBatchCallback):
     """Trains on logit-adjusted cross-entropy: ``F.cross_entropy(logits + tau * log(prior), y)``, as the module has it.
 
     The prior is the share of each class among the labels of the training data. They are counted before the first step,
@@ -54,7 +54,6 @@ class LogitAdjustment(BatchCallback):
     """
 
     order = -1  # before samples are compared by their losses
-    durations: ClassVar[tuple[str, ...]] = ()
     conflicts = (Conflict(("LogitAdjustment",), "the second one would adjust the logits again", "Remove one of them"),)
 
     def __init__(self, *, tau: float = 1.0, target: Names = None) -> None:
@@ -109,10 +108,6 @@ class LogitAdjustment(BatchCallback):
     def _change(self, trainer: L.Trainer, context: BatchContext) -> None:
         self._context, context.plan.change_arguments = context, self._adjusted
         context.plan_targets(self, self.targets_in(context.batch))
-
-    @override
-    def _check(self, trainer: L.Trainer, context: BatchContext) -> None:
-        raise AssertionError("it is active in every batch")
 
     def _adjusted(self, func: Loss, call: dict[str, Any]) -> dict[str, Any]:
         """The arguments of a loss with adjusted logits."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial, wraps
 from pathlib import Path
@@ -18,7 +18,6 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from typing_extensions import override
 
 from lightning_tricks.core.adapters.base import is_quantized, quantize, weights_checksum
@@ -28,12 +27,20 @@ from lightning_tricks.core.adapters.inject import (
     adapter_parameters,
     frozen_linear,
     inject,
-    original_name,
     require_peft,
     select,
     transposed,
 )
-from lightning_tricks.core.adapters.record import Record, found_in, record_in, without_parametrization
+from lightning_tricks.core.adapters.record import (
+    Record,
+    checksums_of,
+    found_in,
+    frozen_weights,
+    is_part,
+    leave_frozen_out,
+    local_parts,
+    record_in,
+)
 from lightning_tricks.core.checks import check_choice, check_count, check_range, check_type, some
 from lightning_tricks.core.conflicts import Conflict
 from lightning_tricks.core.lightning.engine import TORCH, UNSHARDED, Engine, engine_of, require_engine
@@ -51,7 +58,6 @@ from lightning_tricks.core.replay.undone_fit import is_trial
 from lightning_tricks.core.selection import check_patterns
 from lightning_tricks.core.trick import Trick
 from lightning_tricks.core.weights.stages import StagedCallback
-from lightning_tricks.core.weights.tensors import local_part
 from lightning_tricks.schedules.split_groups import split_groups
 
 __all__ = ["LoRA"]
@@ -374,7 +380,7 @@ class LoRA(Trick):
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         super().on_fit_start(trainer, pl_module)
         if self.save == "adapter" and not self._compares(trainer, self._running):
-            self._begun_with, _ = _checksums(self._running, _parts(_frozen(pl_module)))
+            self._begun_with, _ = checksums_of(self._running, local_parts(frozen_weights(pl_module)))
 
     @override
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -395,7 +401,7 @@ class LoRA(Trick):
     @contextmanager
     def _of_the_same_base(self, trainer: L.Trainer, module: L.LightningModule) -> Iterator[None]:
         """Raise if hooks of the module, such as ``on_train_start``, have replaced frozen weights."""
-        self._require_unchanged(trainer, self._running, _frozen(module))
+        self._require_unchanged(trainer, self._running, frozen_weights(module))
         yield
 
     @override
@@ -424,9 +430,9 @@ class LoRA(Trick):
             return state  # of another module, or on a rank that saves nothing
         record: Record = vars(module)["lightning_tricks_lora"][1]
         if self.save == "adapter":
-            frozen = _frozen(module)
+            frozen = frozen_weights(module)
             self._require_unchanged(trainer, record, frozen)
-            state = {name: value for name, value in state.items() if not _is_part(name, frozen)}
+            state = {name: value for name, value in state.items() if not is_part(name, frozen)}
         return state if saves_folder(trainer) else {**state, **record.placeholders()}
 
     def _require_unchanged(self, trainer: L.Trainer, record: Record, frozen: Mapping[str, Tensor]) -> None:
@@ -436,9 +442,9 @@ class LoRA(Trick):
         the fit began with.
         """
         if self._compares(trainer, record):
-            changed = record.checksum not in _checksums(record, frozen)
+            changed = record.checksum not in checksums_of(record, frozen)
         else:  # a rank looks at its shards alone
-            changed = bool(self._begun_with) and self._begun_with not in _checksums(record, _parts(frozen))
+            changed = bool(self._begun_with) and self._begun_with not in checksums_of(record, local_parts(frozen))
             changed = trainer.strategy.reduce_boolean_decision(changed, all=False)
         if changed:
             raise MisconfigurationException(
@@ -461,7 +467,7 @@ class LoRA(Trick):
         module = trainer.lightning_module
         with ExitStack() as undo:
             if self.save == "adapter":  # a folder by FSDP2 must have all that the module's state_dict asks for
-                undo.callback(module.register_state_dict_post_hook(_leave_frozen_out).remove)
+                undo.callback(module.register_state_dict_post_hook(leave_frozen_out).remove)
             checkpoint = load(path, *args, **kwargs)
         self._require_same(record_in(checkpoint))
         saved = (checkpoint.get("callbacks") or {}).get(self.state_key, {}).get("lr_ratio", 1.0)
@@ -499,8 +505,8 @@ class LoRA(Trick):
 
     def _require_complete(self, module: nn.Module, weights: Mapping[str, Any]) -> None:
         """Raise unless a checkpoint has exactly what the module would save."""
-        frozen = _frozen(module)
-        expected = {name for name in module.state_dict() if not _is_part(name, frozen)}
+        frozen = frozen_weights(module)
+        expected = {name for name in module.state_dict() if not is_part(name, frozen)}
         if wrong := sorted(expected ^ weights.keys()):
             raise MisconfigurationException(
                 f"LoRA: the checkpoint and {type(module).__name__} differ in {some(wrong)}: load it into the module"
@@ -521,37 +527,3 @@ _OTHER_BASE = " The checksum is that of the frozen weights, which the checkpoint
 def _moves(layer: nn.Module) -> bool:
     """Whether the adapter of a layer changes its output: one of its two matrices begins as zeros."""
     return all(bool(p.any()) for name, p in adapter_parameters(layer).items() if "_A" in name or "_B" in name)
-
-
-def _checksums(record: Record, frozen: Mapping[str, Tensor]) -> tuple[str, str]:
-    """The checksums of frozen weights, with their names and without the parametrizations in these."""
-    named = {original_name(name, record.layers): weight for name, weight in frozen.items()}
-    renamed = {without_parametrization(name): weight for name, weight in named.items()}
-    return weights_checksum(named), weights_checksum(renamed)
-
-
-def _parts(frozen: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """This rank's parts of frozen weights, without packed ones, which nothing draws or loads any more."""
-    parts = {name: local_part(getattr(weight, "ds_tensor", weight)) for name, weight in frozen.items()}  # of ZeRO-3
-    packed = {name for name, part in parts.items() if is_traceable_wrapper_subclass(part)}
-    return {name: part for name, part in parts.items() if part.is_floating_point() and name not in packed}
-
-
-def _leave_frozen_out(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-    """A hook of the module's state_dict."""
-    frozen = _frozen(module)
-    for name in [name for name in state if _is_part(name, frozen)]:
-        del state[name]
-
-
-def _frozen(module: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters that never train, under all of their names; others may have stopped, as with ``LayerFreezing``."""
-    record: Record = vars(module)["lightning_tricks_lora"][1]
-    trained = {id(parameter) for name, parameter in module.named_parameters() if record.is_trained(name)}
-    named = module.named_parameters(remove_duplicate=False)
-    return {name: parameter for name, parameter in named if id(parameter) not in trained}
-
-
-def _is_part(name: str, parameters: Collection[str]) -> bool:
-    """Whether an entry of a state is one of the parameters, or belongs to a quantized one."""
-    return name in parameters or any(name[:end] in parameters for end, mark in enumerate(name) if mark == ".")

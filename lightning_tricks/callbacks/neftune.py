@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any, ClassVar, cast, final
+from typing import Any, cast, final
 
 import lightning as L
 import torch
@@ -14,7 +14,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_tricks.core.batches.callback import BatchCallback
+from lightning_tricks.core.batches.callback import EveryBatchCallback
 from lightning_tricks.core.batches.pipeline import BatchContext
 from lightning_tricks.core.checks import check_range, some
 from lightning_tricks.core.conflicts import Conflict
@@ -40,7 +40,7 @@ def noisy_embeddings(x: Tensor, alpha: float) -> Tensor:
 
 
 @final
-class NEFTune(BatchCallback):
+class NEFTune(EveryBatchCallback):
     """Trains on noisy embeddings of tokens: ``x' = x + alpha / sqrt(L * d) * u``, ``u`` uniform in [-1, 1].
 
     L is the padded length of the sequences in the batch, and d the width of the embeddings. There is no noise in
@@ -68,7 +68,6 @@ class NEFTune(BatchCallback):
     """
 
     order = -1  # before samples are compared by their losses
-    durations: ClassVar[tuple[str, ...]] = ()
     conflicts = (
         Conflict(("NEFTune",), "both add noise to embeddings, whose scales do not add up", "Remove one of them"),
         Conflict(
@@ -126,10 +125,6 @@ class NEFTune(BatchCallback):
     @override
     def _change(self, trainer: L.Trainer, context: BatchContext) -> None:
         self.drawn = context.numbers.getrandbits(32)
-
-    @override
-    def _check(self, trainer: L.Trainer, context: BatchContext) -> None:
-        raise AssertionError("it is active in every batch")
 
     @torch.compiler.disable
     def _behind(self, name: str, embedding: nn.Module, inputs: Any, output: Any) -> Any:

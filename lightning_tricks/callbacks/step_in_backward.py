@@ -19,6 +19,7 @@ from typing_extensions import override
 
 from lightning_tricks.core.conflicts import Conflict
 from lightning_tricks.core.lightning.engine import Engine, engine_of
+from lightning_tricks.core.lightning.optimizer_groups import weights_of
 from lightning_tricks.core.lightning.trainer import callbacks_of, grad_scaler
 from lightning_tricks.core.random_numbers import random_numbers_from
 from lightning_tricks.core.trick import Trick
@@ -306,8 +307,7 @@ def require_weight_by_weight(optimizer: Optimizer) -> None:
 
 
 def _seeded_trial(optimizer: Optimizer, *, singly: bool) -> Any:
-    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
-    with random_numbers_from(0, weights[0].device):  # an optimizer may draw some, too
+    with random_numbers_from(0, weights_of(optimizer)[0].device):  # an optimizer may draw some, too
         return _trial(optimizer, singly=singly)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, ClassVar, final
+from typing import Any, final
 
 import lightning as L
 import torch
@@ -14,10 +14,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_tricks.core.batches.callback import BatchCallback
+from lightning_tricks.core.batches.callback import EveryBatchCallback
 from lightning_tricks.core.batches.paths import Path, described
 from lightning_tricks.core.batches.pipeline import BatchContext
 from lightning_tricks.core.conflicts import Conflict
+from lightning_tricks.core.lightning.optimizer_groups import weights_of
 from lightning_tricks.core.lightning.trainer import data_parallel, has_comm_state, is_fitting
 from lightning_tricks.core.mixed_targets.divisors import Count, Divisors, as_count, pass_count
 from lightning_tricks.core.mixed_targets.loss_plan import LossPlan, counted_targets
@@ -31,7 +32,7 @@ _PASS_COUNT = pass_count("TokenMean")
 
 
 @final
-class TokenMean(BatchCallback):
+class TokenMean(EveryBatchCallback):
     """Makes the gradient that of the mean over all targets of an accumulation window, however batches are padded.
 
     Lightning and DDP take the mean of the means of batches, ``sum_ir(g_ir) / (a * R)`` for a batches on each of R
@@ -64,7 +65,6 @@ class TokenMean(BatchCallback):
 
     order = 2  # after what leaves samples out
     only_looks = True
-    durations: ClassVar[tuple[str, ...]] = ()
     needs_step_hooks = True
     conflicts = (
         Conflict(
@@ -144,10 +144,6 @@ class TokenMean(BatchCallback):
         context.plan_targets(self, self.targets_in(context.batch))
 
     @override
-    def _check(self, trainer: L.Trainer, context: BatchContext) -> None:
-        raise AssertionError("it is active in every batch")
-
-    @override
     def targets_in(self, batch: Any) -> list[Path]:
         paths = self.targets_if_any(batch)
         if not paths:
@@ -222,9 +218,9 @@ class TokenMean(BatchCallback):
         total = _sum_of_ranks(trainer, counted) * (data_parallel(trainer)[1] / trainer.world_size)
         factor = batches * data_parallel(trainer)[1] * unit / total
         factor = torch.where(total > 0, factor, 1.0)
-        found = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        found = [p for p in weights_of(optimizer) if p.grad is not None]
         require_dense(trainer.lightning_module, [(p, p.grad) for p in found], "TokenMean")
-        parts = [part for p in found if (part := self._weights.local(p.grad)) is not None]
+        parts = self._weights.parts(p.grad for p in found)
         for device in {part.device for part in parts}:
             torch._foreach_mul_([part for part in parts if part.device == device], factor.to(device))
 

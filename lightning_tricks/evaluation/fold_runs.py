@@ -26,6 +26,7 @@ from lightning_tricks.core.checks import check_type
 from lightning_tricks.core.lightning.loaders import on_device
 from lightning_tricks.core.lightning.namespace import require_same_lightning
 from lightning_tricks.core.lightning.trainer import callbacks_of, heed_sigterm
+from lightning_tricks.core.replay.rerun import modes_kept
 from lightning_tricks.core.report import progress
 from lightning_tricks.core.safe_load.atomic_file import atomic_write
 from lightning_tricks.core.safe_load.own_folder import new_folder, require_own
@@ -268,9 +269,8 @@ class _Writer(BasePredictionWriter):
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self.tried is None:
             return
-        modes = {each: each.training for each in pl_module.modules()}
         try:
-            with torch.no_grad(), isolate_rng(include_cuda=torch.cuda.is_initialized()):
+            with modes_kept(pl_module), torch.no_grad(), isolate_rng(include_cuda=torch.cuda.is_initialized()):
                 batch = on_device(trainer, pl_module, next(iter(self.tried)))
                 pl_module.eval()
                 trainer.strategy.predict_step(batch, 0)
@@ -279,9 +279,6 @@ class _Writer(BasePredictionWriter):
                 f"predict=True needs predict_step in {type(pl_module).__name__}, got the default, which gives forward"
                 f" the batch as it is ({type(error).__name__}: {error}): define predict_step, or pass predict=False."
             ) from error
-        finally:
-            for each, mode in modes.items():
-                each.training = mode
 
     @override
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

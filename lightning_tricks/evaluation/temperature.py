@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from lightning_tricks.core.figures import figure_and_axes
+from lightning_tricks.core.replay.rerun import modes_kept
 from lightning_tricks.evaluation.mean_output import require_logits
 
 if TYPE_CHECKING:
@@ -185,15 +186,10 @@ def fit_temperature(
     """
     from torchmetrics.functional.classification import multiclass_calibration_error
 
-    modes = {each: each.training for each in module.modules()}
     tensor = next(iter([*module.parameters(), *module.buffers()]), torch.zeros(()))
-    module.eval()
-    try:
-        with torch.no_grad():
-            batches = [(predict or _pair)(module, move_data_to_device(batch, tensor.device)) for batch in loader]
-    finally:
-        for each, mode in modes.items():
-            each.training = mode
+    with modes_kept(module), torch.no_grad():
+        module.eval()
+        batches = [(predict or _pair)(module, move_data_to_device(batch, tensor.device)) for batch in loader]
     if not batches:
         raise ValueError("loader must yield batches, got none.")
     logits, targets = (torch.cat([batch[part].detach().cpu() for batch in batches]) for part in (0, 1))

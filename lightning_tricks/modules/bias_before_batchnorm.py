@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, fx, nn
 
-from lightning_tricks.core.replay.rerun import Start, undone
+from lightning_tricks.core.replay.rerun import Start, modes_kept, undone
 
 __all__ = ["drop_bias_before_batchnorm"]
 
@@ -92,21 +92,12 @@ def _pairs(module: nn.Module, path: str, in_parts: bool) -> Iterator[Pair]:
 
 def _in_both_modes(module: nn.Module) -> list[tuple[str, str]]:
     """The names of layers and norms that are pairs in training and in eval mode."""
-    modes = [(submodule, submodule.training) for submodule in module.modules()]
     start = Start.here(module, torch.device("cpu"), deep=True)  # tracing runs the forward pass
     if not start.state.can_restore():
         raise MisconfigurationException("it holds a file, a closure or other state that cannot be restored")
-    with undone(start):
-        try:
-            trained, evaluated = (_named(fx.symbolic_trace(module.train(mode)), module) for mode in (True, False))
-        finally:
-            _put_back(modes)
+    with undone(start), modes_kept(module):
+        trained, evaluated = (_named(fx.symbolic_trace(module.train(mode)), module) for mode in (True, False))
     return [pair for pair in trained if pair in evaluated]
-
-
-def _put_back(modes: list[tuple[nn.Module, bool]]) -> None:
-    for module, mode in modes:
-        module.training = mode
 
 
 def _named(traced: fx.GraphModule, module: nn.Module) -> list[tuple[str, str]]:
@@ -141,11 +132,9 @@ def _run(model: nn.Module, pairs: list[Pair], example: tuple[Any, ...]) -> list[
         if inputs and isinstance(inputs[0], Tensor):
             dimensions.setdefault(id(module), set()).add(inputs[0].ndim)
 
-    modes = [(submodule, submodule.training) for submodule in model.modules()]
-    with ExitStack() as undo:
+    with modes_kept(model), ExitStack() as undo:
         for module in {module for pair in pairs for module in (pair.layer, pair.norm, pair.owner)}:
             undo.callback(module.register_forward_pre_hook(count).remove)
-        undo.callback(_put_back, modes)
         model.eval()(*example)
     return [
         pair

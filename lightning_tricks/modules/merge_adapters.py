@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from lightning_tricks.core.adapters.base import dequantized, is_quantized
 from lightning_tricks.core.adapters.inject import BASE
 from lightning_tricks.core.adapters.merge import merged_state
 from lightning_tricks.core.adapters.record import Record
+from lightning_tricks.core.weights.tensors import full_tensor
 
 __all__ = ["merge_adapters"]
 
@@ -46,14 +46,11 @@ def merge_adapters(module: nn.Module) -> dict[str, Any]:
             "DeepSpeed ZeRO-3 shards the weights: save a checkpoint and merge it, lightning-tricks export --merge."
         )
     record: Record = vars(module)["lightning_tricks_lora"][1]
-    state = {name: _whole(value) for name, value in module.state_dict().items()}
+    whole = {name: full_tensor(value) for name, value in module.state_dict().items()}
+    state: dict[str, Any] = {name: v.detach() if isinstance(v, Tensor) else v for name, v in whole.items()}
     for path, layer in module.named_modules(remove_duplicate=False):
         if is_quantized(layer) and not hasattr(layer, BASE):
             for name in [name for name in state if name.startswith(f"{path}.weight.")]:
                 del state[name]
             state[f"{path}.weight"] = dequantized(layer)
     return merged_state({}, state, record)
-
-
-def _whole(value: Any) -> Any:
-    return value.full_tensor() if isinstance(value, DTensor) else value.detach() if isinstance(value, Tensor) else value

@@ -12,7 +12,6 @@ from lightning_tricks.schedules.factories import (
     one_cycle,
     polynomial,
     step_decay,
-    swa_tail,
     wsd,
 )
 from lightning_tricks.schedules.lr_finder import LRFinderResult, find_lr
@@ -21,6 +20,7 @@ from lightning_tricks.schedules.plateau import PlateauLR, reduce_on_plateau
 from lightning_tricks.schedules.plot import plot_schedule
 from lightning_tricks.schedules.scaling import effective_batch_size, scale_adam, scale_lr
 from lightning_tricks.schedules.scheduler import CurveLR
+from lightning_tricks.schedules.tail import swa_tail
 
 __all__ = [
     "CurveLR",

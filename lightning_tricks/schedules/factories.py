@@ -22,31 +22,15 @@ plan, whose factor is higher there. Lengths in steps that were taken in the earl
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import lightning as L
-from lightning.pytorch.utilities.types import LRSchedulerConfigType, OptimizerLRSchedulerConfig
 from torch.optim import Optimizer
 
-from lightning_tricks.core.fit_start import announce
-from lightning_tricks.core.lightning.fit import Place
-from lightning_tricks.core.lightning.optimizer_groups import is_schedule_free
-from lightning_tricks.core.lightning.steps import UnknownTotalSteps
-from lightning_tricks.core.lightning.trainer import trainer_of
 from lightning_tricks.schedules import curves
-from lightning_tricks.schedules.arguments import (
-    ROUNDING,
-    Duration,
-    check_arguments,
-    check_settings,
-    count_steps,
-    in_steps,
-    whole_steps,
-)
-from lightning_tricks.schedules.scheduler import Curve, CurveLR, base_lr, settings_of
+from lightning_tricks.schedules.arguments import Duration
+from lightning_tricks.schedules.planned import Schedule, planned_schedule
 
 __all__ = [
     "constant",
@@ -58,11 +42,8 @@ __all__ = [
     "one_cycle",
     "polynomial",
     "step_decay",
-    "swa_tail",
     "wsd",
 ]
-
-Schedule = OptimizerLRSchedulerConfig
 
 
 def constant(
@@ -92,7 +73,7 @@ def constant(
         >>> constant(optimizer, warmup=4)["lr_scheduler"]["scheduler"].get_last_lr()
         [0.025]
     """
-    return _schedule(curves.constant, optimizer, module, total_steps, endless=True, warmup=warmup, floor=floor)
+    return planned_schedule(curves.constant, optimizer, module, total_steps, endless=True, warmup=warmup, floor=floor)
 
 
 def linear(
@@ -122,7 +103,7 @@ def linear(
         >>> linear(optimizer, total_steps=10)["lr_scheduler"]["scheduler"].get_last_lr()
         [0.1]
     """
-    return _schedule(curves.linear, optimizer, module, total_steps, warmup=warmup, floor=floor)
+    return planned_schedule(curves.linear, optimizer, module, total_steps, warmup=warmup, floor=floor)
 
 
 def cosine(
@@ -155,7 +136,7 @@ def cosine(
     References:
         Loshchilov and Hutter, SGDR, arXiv 1608.03983.
     """
-    return _schedule(curves.cosine, optimizer, module, total_steps, warmup=warmup, floor=floor)
+    return planned_schedule(curves.cosine, optimizer, module, total_steps, warmup=warmup, floor=floor)
 
 
 def polynomial(
@@ -187,7 +168,7 @@ def polynomial(
         >>> polynomial(optimizer, total_steps=10, warmup=2)["lr_scheduler"]["scheduler"].get_last_lr()
         [0.05]
     """
-    return _schedule(curves.polynomial, optimizer, module, total_steps, warmup=warmup, power=power, floor=floor)
+    return planned_schedule(curves.polynomial, optimizer, module, total_steps, warmup=warmup, power=power, floor=floor)
 
 
 def inverse_sqrt(
@@ -220,7 +201,9 @@ def inverse_sqrt(
     References:
         Vaswani et al., Attention Is All You Need, arXiv 1706.03762.
     """
-    return _schedule(curves.inverse_sqrt, optimizer, module, total_steps, endless=True, warmup=warmup, floor=floor)
+    return planned_schedule(
+        curves.inverse_sqrt, optimizer, module, total_steps, endless=True, warmup=warmup, floor=floor
+    )
 
 
 def step_decay(
@@ -255,7 +238,7 @@ def step_decay(
         [0.1]
     """
     settings: dict[str, Any] = {"warmup": warmup, "milestones": milestones, "gamma": gamma, "floor": floor}
-    return _schedule(curves.step_decay, optimizer, module, total_steps, **settings)
+    return planned_schedule(curves.step_decay, optimizer, module, total_steps, **settings)
 
 
 def flat_cos(
@@ -292,7 +275,7 @@ def flat_cos(
     References:
         ``fit_flat_cos`` of fastai.
     """
-    return _schedule(curves.flat_cos, optimizer, module, total_steps, warmup=warmup, flat=flat, floor=floor)
+    return planned_schedule(curves.flat_cos, optimizer, module, total_steps, warmup=warmup, flat=flat, floor=floor)
 
 
 def one_cycle(
@@ -335,7 +318,7 @@ def one_cycle(
         Smith and Topin, Super-Convergence, arXiv 1708.07120.
     """
     settings: dict[str, Any] = {"warmup": warmup, "initial": initial, "floor": floor}
-    return _schedule(curves.one_cycle, optimizer, module, total_steps, momentum=momentum, **settings)
+    return planned_schedule(curves.one_cycle, optimizer, module, total_steps, momentum=momentum, **settings)
 
 
 def wsd(
@@ -375,7 +358,7 @@ def wsd(
         Haegele et al., Scaling Laws and Compute-Optimal Training Beyond Fixed Training Durations, arXiv 2405.18392.
     """
     settings: dict[str, Any] = {"warmup": warmup, "cooldown": cooldown, "shape": shape, "floor": floor}
-    return _schedule(curves.wsd, optimizer, module, total_steps, **settings)
+    return planned_schedule(curves.wsd, optimizer, module, total_steps, **settings)
 
 
 def cosine_restarts(
@@ -415,154 +398,4 @@ def cosine_restarts(
         Loshchilov and Hutter, SGDR, arXiv 1608.03983.
     """
     settings: dict[str, Any] = {"warmup": warmup, "cycles": cycles, "growth": growth, "floor": floor}
-    return _schedule(curves.cosine_restarts, optimizer, module, total_steps, **settings)
-
-
-def swa_tail(schedule: Schedule, *, start: Duration = 0.75, swa_lr: float, anneal: Duration = 0) -> Schedule:
-    """Another schedule up to step S, then a constant learning rate for averaging the weights.
-
-    ``f(t) = level + (curve(S) - level) (1+cos(pi p))/2``, ``p = (t-S)/A`` from S on, ``level = swa_lr / base``
-
-    Args:
-        schedule: The dictionary that another factory returned.
-        start: S, when the tail begins (int steps, float fraction of training), after the warm-up.
-        swa_lr: Learning rate of the first parameter group in the tail; the others keep their ratio to it.
-        anneal: A, length of the way from the curve to ``swa_lr`` (int steps, float fraction).
-
-    Raises:
-        TypeError: For anything but the dictionary of another curve's factory.
-        ValueError: If a length or the learning rate is out of range, or the tail starts in the warm-up.
-        UnknownTotalSteps: For a fraction, if T was not needed for the schedule (constant, inverse_sqrt).
-
-    Example:
-        >>> import torch
-        >>> optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
-        >>> schedule = swa_tail(cosine_restarts(optimizer, total_steps=100), start=0.75, swa_lr=0.05)
-        >>> schedule["lr_scheduler"]["scheduler"].curve(80)
-        0.5
-
-    References:
-        Izmailov et al., arXiv 1803.05407.
-    """
-    config = schedule.get("lr_scheduler") if isinstance(schedule, dict) else None
-    scheduler = config.get("scheduler") if isinstance(config, dict) else None
-    if not isinstance(scheduler, CurveLR) or "total_steps" not in scheduler.settings:
-        raise TypeError(f"swa_tail goes after what another curve's factory returned, got {schedule!r}.")
-    check_settings({"start": start, "swa_lr": swa_lr, "anneal": anneal})
-    base = float(base_lr(scheduler.optimizer.param_groups[0]))
-    if not base:
-        raise ValueError("swa_lr is relative to the first parameter group's learning rate, which must not be 0, got 0.")
-    tail = partial(_tail, start=start, anneal=anneal, level=float(swa_lr) / base)
-    tailed = CurveLR(scheduler.optimizer, tail(scheduler.curve, Place()), momentum=scheduler.momentum)
-    if scheduler.rebind is not None:
-        tailed.rebind, tailed.follows = partial(_rebound_tail, scheduler.rebind, tail), scheduler.follows
-    tailed.occasion = scheduler.occasion
-    of = scheduler.settings if scheduler.arguments is None else scheduler.arguments
-    tailed.arguments = {"curve": "swa_tail", "start": start, "swa_lr": swa_lr, "anneal": anneal, "of": of}
-    scheduler.replaced = True
-    return _dictionary(tailed)
-
-
-def _tail(curve: Curve, place: Place, *, start: Duration, anneal: Duration, level: float) -> Curve:
-    """A curve with a constant tail from ``start`` on."""
-    settings = settings_of(curve)
-    total, warmup = settings["total_steps"], settings.get("warmup", 0)
-    if total is None and (isinstance(start, float) or (isinstance(anneal, float) and anneal)):
-        raise UnknownTotalSteps(
-            f"swa_tail(start={start!r}, anneal={anneal!r}) is a fraction of a total that {settings['curve']}"
-            " did not need: give ints, or tell it"
-        )
-    first, length = whole_steps(start, total or 1, place), whole_steps(anneal, total or 1)
-    if first < warmup:
-        raise ValueError(
-            f"start must not lie in the warmup, which ends at step {warmup:g}, got {start!r} (step {first:g}):"
-            " start later or shorten the warmup."
-        )
-    if total is not None and first + length > total + ROUNDING:
-        raise ValueError(
-            f"start and anneal must end by total_steps={total}, got {start!r} and {anneal!r} (step {first + length:g}):"
-            " start earlier or anneal for fewer steps."
-        )
-    return partial(curves.swa_tail, curve=curve, start=first, level=level, anneal=length)
-
-
-def _rebound_tail(
-    rebind: Callable[[Place], tuple[Curve, Curve | None]], tail: Callable[[Curve, Place], Curve], place: Place
-) -> tuple[Curve, Curve | None]:
-    curve, momentum = rebind(place)
-    return tail(curve, place), momentum
-
-
-# -- schedulers -------------------------------------------------------------------------------------------------------
-
-
-def announce_schedule(module: L.LightningModule | None) -> None:
-    """Let the fit that a module is in know of a schedule."""
-    if (trainer := trainer_of(module)) is not None:
-        announce(trainer)
-
-
-def _schedule(
-    curve: Callable[..., float],
-    optimizer: Optimizer,
-    module: L.LightningModule | None,
-    total_steps: int | None,
-    *,
-    momentum: tuple[float, float] | None = None,
-    endless: bool = False,
-    **settings: Any,
-) -> Schedule:
-    """Make the dictionary of a factory; T is left unknown where an endless curve does not need it."""
-    check_arguments(optimizer, module)
-    if is_schedule_free(optimizer):
-        raise ValueError(
-            f"optimizer: a schedule-free optimizer takes no schedule, got {type(optimizer).__name__}: return it alone,"
-            " and add the callback ScheduleFree()."
-        )
-    optional = {"total_steps": total_steps, "momentum": momentum}
-    check_settings({**settings, **{name: value for name, value in optional.items() if value is not None}})
-    endless = endless and total_steps is None and isinstance(settings["warmup"], int)
-    counts, trainer = total_steps is None, trainer_of(module)
-    bind = partial(_bound, curve, settings, momentum, endless)
-    total = max(1, settings["warmup"]) if endless else total_steps or count_steps(module, curve.__name__)
-    # The plan of a checkpoint, in which there may have been more steps, is known when the fit begins.
-    resumes = trainer is not None and bool(trainer.ckpt_path)
-    bound, cycled = bind(Place(total=total), is_trial=counts and (resumes or _is_trial(trainer)))
-    announce_schedule(module)
-    scheduler = CurveLR(optimizer, bound, momentum=cycled)
-    scheduler.rebind = partial(bind, is_trial=counts and _is_trial(trainer))
-    scheduler.follows = counts and trainer is not None
-    scheduler.occasion = ("step", 1) if scheduler.follows else None
-    scheduler.arguments = {"curve": curve.__name__, **optional, **settings}
-    return _dictionary(scheduler)
-
-
-def _bound(
-    curve: Callable[..., float],
-    settings: dict[str, Any],
-    momentum: tuple[float, float] | None,
-    endless: bool,
-    place: Place,
-    *,
-    is_trial: bool,
-) -> tuple[Curve, Curve | None]:
-    """A curve, and that of the momentum, with lengths in steps of the plan."""
-    if endless:
-        place = place._replace(total=max(1, math.ceil(place.planned(settings["warmup"]))))
-    steps = in_steps(settings, place, is_trial)
-    cycled = None
-    if momentum is not None:
-        low, high = map(float, momentum)
-        cycled = partial(curves.one_cycle_momentum, total_steps=place.total, warmup=steps["warmup"], low=low, high=high)
-    return partial(curve, total_steps=None if endless else place.total, **steps), cycled
-
-
-def _is_trial(trainer: L.Trainer | None) -> bool:
-    """Whether a fit is a trial of the training that durations in steps were chosen for."""
-    return trainer is not None and bool(trainer.fast_dev_run or trainer.overfit_batches > 0)  # type: ignore[attr-defined]
-
-
-def _dictionary(scheduler: CurveLR) -> Schedule:
-    """The dictionary for ``configure_optimizers`` of a scheduler that steps with the optimizer."""
-    config: LRSchedulerConfigType = {"scheduler": scheduler, "interval": "step", "frequency": 1}
-    return {"optimizer": scheduler.optimizer, "lr_scheduler": config}
+    return planned_schedule(curves.cosine_restarts, optimizer, module, total_steps, **settings)

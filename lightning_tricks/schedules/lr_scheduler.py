@@ -20,8 +20,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_tricks.core.call_stack import callers
 from lightning_tricks.core.lightning.trainer import trainer_of
-from lightning_tricks.schedules import factories, plateau
-from lightning_tricks.schedules.factories import Schedule
+from lightning_tricks.schedules import factories, plateau, tail
+from lightning_tricks.schedules.planned import Schedule
 from lightning_tricks.schedules.scheduler import CurveLR
 
 P = ParamSpec("P")
@@ -44,14 +44,10 @@ def _bare(factory: Callable[P, Schedule]) -> Callable[P, LRScheduler]:
         return scheduler
 
     make.__module__ = __name__  # by which it is pickled, in hyperparameters for example
-    make.__doc__ = _of_the_scheduler(factory.__doc__ or "")
+    # The example of a factory looks into the dictionary.
+    make.__doc__ = (factory.__doc__ or "").replace('["lr_scheduler"]["scheduler"]', "")
     vars(make)["__signature__"] = signature(factory).replace(return_annotation="LRScheduler")
     return make
-
-
-def _of_the_scheduler(said: str) -> str:
-    """The docstring of a factory, whose example looks into the dictionary, as that of the scheduler alone."""
-    return said.replace('["lr_scheduler"]["scheduler"]', "")
 
 
 def _configured() -> L.LightningModule | None:
@@ -74,5 +70,5 @@ one_cycle = _bare(factories.one_cycle)
 polynomial = _bare(factories.polynomial)
 reduce_on_plateau = _bare(plateau.reduce_on_plateau)
 step_decay = _bare(factories.step_decay)
-swa_tail = _bare(factories.swa_tail)
+swa_tail = _bare(tail.swa_tail)
 wsd = _bare(factories.wsd)

@@ -19,7 +19,7 @@ from lightning_tricks.core.lightning.loaders import train_batches_of_sizes
 from lightning_tricks.core.lightning.trainer import trainer_of
 from lightning_tricks.core.report import Row, curve_row, in_whole_steps
 from lightning_tricks.schedules.arguments import Duration, check_arguments, check_settings, count_steps, whole_steps
-from lightning_tricks.schedules.factories import Schedule, announce_schedule
+from lightning_tricks.schedules.planned import Schedule, announce_schedule
 from lightning_tricks.schedules.scheduler import (
     CONFLICTS,
     base_lr,

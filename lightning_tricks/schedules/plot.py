@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from lightning_tricks.core.checks import check_choice, check_count
 from lightning_tricks.core.figures import figure_and_axes
+from lightning_tricks.core.lightning.optimizer_groups import weights_of
 from lightning_tricks.core.lightning.steps import UnknownTotalSteps
 from lightning_tricks.schedules.by_name import CURVES
 
@@ -134,8 +135,7 @@ def _steps_left(scheduler: LRScheduler, start: int) -> int:
 def _without_weights(scheduler: LRScheduler) -> LRScheduler:
     """A copy with an optimizer of its own whose parameters are empty, since a large model may not fit twice."""
     optimizer = scheduler.optimizer
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    stand_ins: dict[int, Any] = {id(parameter): nn.Parameter(torch.zeros(())) for parameter in parameters}
+    stand_ins: dict[int, Any] = {id(weight): nn.Parameter(torch.zeros(())) for weight in weights_of(optimizer)}
     return deepcopy(scheduler, {**stand_ins, id(optimizer.state): defaultdict(dict)})
 
 

@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader
 import lightning_tricks as lt
 from lightning_tricks.advisor.batch_size import accumulation_for, find_batch_size, search_sizes
 from tests.device.devices import device
-from tests.nets import Net, PlainNet, Stream, assert_equal, build, data, loader, trainer, weights
+from tests.nets import Net, PlainNet, SteppedByHand, Stream, assert_equal, build, data, loader, trainer, weights
 from tests.ranks import run_ranks
 
 # -- the search -------------------------------------------------------------------------------------------------------
@@ -429,14 +429,8 @@ def test_the_modules_batch_size_is_set_if_it_loads_the_data() -> None:
 
 
 def test_manual_optimization() -> None:
-    class Manual(Limited):
-        automatic_optimization = False
-
-        def training_step(self, batch: Any, batch_idx: int) -> None:
-            loss, optimizer = super().training_step(batch, batch_idx), self.optimizers()
-            optimizer.zero_grad()
-            self.manual_backward(loss)
-            optimizer.step()
+    class Manual(SteppedByHand, Limited):
+        """Steps by itself."""
 
     module = build(Manual)
     before = weights(module)

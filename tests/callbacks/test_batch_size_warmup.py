@@ -23,6 +23,7 @@ from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, Weight
 import lightning_tricks as lt
 from lightning_tricks.callbacks.batch_size_warmup import BatchSizeWarmup, doublings, factor_at
 from lightning_tricks.schedules import optimizer_steps
+from tests.callbacks.test_lr_schedule import CLINet
 from tests.core.lightning.test_steps import SizedStream
 from tests.nets import (
     Net,
@@ -166,28 +167,11 @@ def test_both_ways_train_alike_where_samples_do_not_meet_in_a_batch():
 
 
 @pytest.mark.parametrize("shuffle", [False, True])
-def test_without_growth_it_is_plain_accumulation(shuffle):
-    plain, module = build(), build()
-    fit(plain, train=loader(shuffle=shuffle), accumulate_grad_batches=3)
-    fit(module, train=loader(shuffle=shuffle), callbacks=[BatchSizeWarmup(3, final=3, lr_rule="linear")])
-    assert_equal(weights(plain), weights(module))
-
-
-@pytest.mark.parametrize("shuffle", [False, True])
 def test_without_growth_it_is_a_plain_loader(shuffle):
     plain, module = build(), build()
     fit(plain, train=loader(batch_size=16, shuffle=shuffle), max_epochs=3)
     fit(module, train=loader(shuffle=shuffle), callbacks=[BatchSizeWarmup(2, final=2, grow="loader")], max_epochs=3)
     assert_equal(weights(plain), weights(module))
-
-
-@pytest.mark.parametrize("grow", GROW)
-def test_a_second_fit_with_the_same_callback_is_as_with_a_fresh_one(grow):
-    callback = BatchSizeWarmup(final=4, grow=grow, lr_rule="sqrt")
-    runs = [build(), build()]
-    for module in runs:
-        fit(module, callbacks=[callback], max_epochs=4)
-    assert_equal(weights(runs[0]), weights(runs[1]))
 
 
 # -- the count --------------------------------------------------------------------------------------------------------
@@ -653,13 +637,6 @@ def test_two_of_them_are_refused_by_lightning():
         trainer(callbacks=[BatchSizeWarmup(final=2), BatchSizeWarmup(final=4)])
 
 
-def test_manual_optimization_is_refused():
-    module = Net()
-    module.automatic_optimization = False
-    with pytest.raises(MisconfigurationException, match=r"Net.automatic_optimization=False"):
-        fit(module, callbacks=[BatchSizeWarmup(final=2)])
-
-
 def test_a_strategy_that_accumulates_itself_is_refused(monkeypatch):
     monkeypatch.setattr(SingleDeviceStrategy, "handles_gradient_accumulation", True)  # as DeepSpeed's
     with pytest.raises(MisconfigurationException, match=r"SingleDeviceStrategy, which fixes batch"):
@@ -718,14 +695,6 @@ def test_validation_alone_needs_nothing():
 
 
 # -- from YAML --------------------------------------------------------------------------------------------------------
-
-
-class CLINet(Net):
-    def train_dataloader(self) -> Any:
-        return loader()
-
-    def val_dataloader(self) -> Any:
-        return loader(24)
 
 
 @pytest.mark.parametrize(

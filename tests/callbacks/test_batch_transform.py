@@ -26,8 +26,7 @@ import lightning_tricks as lt
 from lightning_tricks.functional import colout, cutout
 from tests.callbacks.test_mixup import feed
 from tests.callbacks.test_sequence_length_warmup import Looks
-from tests.callbacks.test_swa import Resumable
-from tests.nets import SaveAt, assert_equal, build, fit, quiet, weights
+from tests.nets import Resumable, SaveAt, assert_equal, build, fit, quiet, weights
 from tests.ranks import run_ranks
 
 B, H, W, SEED = 6, 16, 16, 7  # the seed of ``fit``
@@ -140,15 +139,13 @@ class Learns(Looks):
         return (self.weight * batch[0]).square().mean()
 
 
-class Items(Resumable):
-    def __init__(self) -> None:
-        super().__init__()
-        self.batches = [(images(seed), LABELS) for seed in range(6)]
+def items() -> Resumable:
+    return Resumable([(images(seed), LABELS) for seed in range(6)])
 
 
 def fitted(*callbacks: Any, **settings: Any) -> Any:
     module = build(Learns)
-    settings = {"train": Items(), "val": feed((images(), LABELS)), "limit_val_batches": 0, "max_epochs": 1, **settings}
+    settings = {"train": items(), "val": feed((images(), LABELS)), "limit_val_batches": 0, "max_epochs": 1, **settings}
     fit(module, callbacks=list(callbacks), **settings)
     return module
 

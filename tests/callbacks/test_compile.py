@@ -25,7 +25,7 @@ from torch.distributed.fsdp import fully_shard
 
 import lightning_tricks as lt
 from tests.conformance.engines import cpu_deepspeed
-from tests.nets import Net, NormNet, SaveAt, assert_close, assert_equal, build, fit, rank_loader, weights
+from tests.nets import Net, NormNet, assert_close, assert_equal, build, fit, rank_loader, weights
 from tests.ranks import run_ranks
 
 ROOT = Path(__file__).parent.parent.parent
@@ -391,12 +391,6 @@ def test_a_compiled_graph_is_used_twice() -> None:
     before = config.donated_buffer
     assert_close(trained(Manual, lt.Compile(backend=FAST)), trained(Manual), 1e-5)
     assert config.donated_buffer == before
-
-
-@pytest.mark.slow
-def test_resume_is_exact(tmp_path: Any) -> None:
-    whole = trained(NormNet, lt.Compile(backend=FAST), SaveAt(tmp_path / "half.ckpt", epoch=0))
-    assert_equal(trained(NormNet, lt.Compile(backend=FAST), ckpt_path=tmp_path / "half.ckpt"), whole)
 
 
 class Sharded(Deep):

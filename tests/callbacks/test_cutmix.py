@@ -179,14 +179,6 @@ def test_images_of_two_sizes_are_refused() -> None:
         run(build(ImageNet), CutMix(inputs=["a", "b"]), feed(batch))
 
 
-@pytest.mark.parametrize("settings", [{"alpha": 0}, {"prob": 0.0}, {"stop": 0}], ids=str)
-def test_never_mixing_is_bit_equal_to_no_callback(settings: dict[str, Any]) -> None:
-    with_it, without = build(ImageNet), build(ImageNet)
-    fit(with_it, callbacks=[CutMix(**settings)], train=images(), val=images())
-    fit(without, train=images(), val=images())
-    assert_equal(weights(with_it), weights(without))
-
-
 def test_it_works_with_sam_accumulation_and_bf16() -> None:
     seen: list[Any] = []  # not the module's: that forgets the second run
 

@@ -190,14 +190,6 @@ def test_a_module_that_asks_its_teacher_trains_the_same() -> None:
     assert not hasattr(own, "teacher")
 
 
-def test_with_weight_0_random_numbers_and_statistics_are_those_without_it() -> None:
-    module, plain = build(Net), build(Net)
-    run = fit(module, callbacks=[lt.Distill(lt.Teacher(0.9), weight=0)], log_every_n_steps=1)
-    fit(plain)
-    assert_equal(weights(module), weights(plain))
-    assert 0 < run.callback_metrics["tricks/distill_loss"] < 1
-
-
 # -- what is compared -------------------------------------------------------------------------------------------------
 
 

@@ -107,20 +107,6 @@ def test_equals_a_naive_average(settings: dict[str, Any], accumulate: int) -> No
     naive.assert_equals(ema.averaged_state_dict())
 
 
-def test_training_itself_is_untouched() -> None:
-    plain, averaged = build(), build()
-    fit(plain)
-    fit(averaged, callbacks=[lt.EMA(decay=0.9, at_end="raw")])
-    assert_equal(weights(plain), weights(averaged))
-
-
-def test_decay_zero_ends_bit_equal_to_no_callback() -> None:
-    plain, averaged = build(), build()
-    fit(plain)
-    fit(averaged, callbacks=[lt.EMA(decay=0)])
-    assert_equal(weights(plain), weights(averaged))
-
-
 def test_warmup_forgets_the_first_weights_fast() -> None:
     assert ema_decay(0, 0.999) == 0.1
     assert ema_decay(90, 0.999) == 0.91
@@ -638,14 +624,6 @@ def test_weights_changed_between_two_fits_are_respected() -> None:
     run.fit_loop.max_epochs = 1
     run.fit(module, loader(), loader(24))  # nothing left to do but to start
     assert not module.layers[0].weight.any()
-
-
-def test_one_object_starts_anew_with_another_trainer() -> None:
-    ema, first, second, reference = lt.EMA(0.9), build(), build(), build()
-    fit(first, callbacks=[ema])
-    fit(second, callbacks=[ema])
-    fit(reference, callbacks=[lt.EMA(0.9)])
-    assert_equal(weights(second), weights(reference))
 
 
 def test_a_checkpoint_without_average_can_be_resumed_with_one(tmp_path: Any) -> None:

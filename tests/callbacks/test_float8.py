@@ -165,13 +165,6 @@ def test_layers_in_evaluation_mode_are_plain() -> None:
     assert_equal(trained(emulated(), kind=Frozen), trained(kind=Frozen))
 
 
-def test_a_resumed_fit_is_exact(tmp_path: Path) -> None:
-    whole, resumed = trained(emulated()), build(Wide)
-    fit(build(Wide), callbacks=[emulated()], max_epochs=1).save_checkpoint(path := tmp_path / "half.ckpt")
-    fit(resumed, callbacks=[emulated()], ckpt_path=path)
-    assert_equal(weights(resumed), whole)
-
-
 def test_a_failed_fit_leaves_the_layers_as_they_were() -> None:
     class Fails(Wide):
         def validation_step(self, batch: Any, batch_idx: int) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import lightning as L
@@ -18,11 +17,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import lightning_tricks as lt
-from tests.callbacks.test_swa import Resumable
 from tests.core.batches.test_mixing import DEVICES, Steps
 from tests.device.devices import device
 from tests.few import few
-from tests.nets import Net, NormNet, PlainNet, SaveAt, assert_close, assert_equal, build, fit, loader, trainer, weights
+from tests.nets import Net, NormNet, PlainNet, assert_close, assert_equal, build, fit, loader, trainer, weights
 
 SHAPE = {"vocab_size": 60, "num_labels": 3, "pad_token_id": 0, "initializer_range": 0.3, "max_position_embeddings": 16}
 SIZE = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -330,7 +328,7 @@ def test_a_run_is_the_naive_one_mixed_from_start_to_stop(settings: dict[str, Any
     chosen = [step for step, numbers in enumerate(watch.drawn) if numbers]
     assert 0 < len(chosen) < 12 if steps is None else chosen == list(steps)
     assert len({watch.drawn[step][0] for step in chosen}) == len(chosen)  # new numbers for every batch
-    assert_close(weights(module), train_by_hand(watch.drawn, 2 * Resumable().batches))
+    assert_close(weights(module), train_by_hand(watch.drawn, 2 * list(loader())))
 
 
 class Named(PlainNet):
@@ -342,7 +340,7 @@ class Named(PlainNet):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         y, z = batch[self.key], self(batch["x"])
-        plain = Resumable().batches[batch_idx][1]
+        plain = list(loader())[batch_idx][1]
         assert (z.argmax(-1) == y).sum() == (z.argmax(-1) == plain).sum()
         return F.cross_entropy(z, y)
 
@@ -350,27 +348,11 @@ class Named(PlainNet):
 @pytest.mark.parametrize("key", ["labels", "label", "target", "targets", "y", "gold"])
 def test_the_target_of_a_dictionary_is_found_or_named(key: str) -> None:
     mixup = lt.HiddenMixup("layers.2", 1.0, target="gold" if key == "gold" else None)
-    module, watch, batches = build(Named, key=key), Watch(mixup), Resumable().batches
+    module, watch, batches = build(Named, key=key), Watch(mixup), list(loader())
     fit(module, callbacks=[mixup, watch], train=feed(*({"x": x, key: y} for x, y in batches)), limit_val_batches=0)
     assert_close(weights(module), train_by_hand(watch.drawn, 2 * batches))
 
 
-@pytest.mark.parametrize(("step", "train"), [(4, Resumable), (6, loader), (8, Resumable)])
-@pytest.mark.parametrize("first", [False, True])
-def test_resume_is_bit_exact(step: int, train: Callable[[], Any], first: bool, tmp_path: Path) -> None:
-    runs, path = [], tmp_path / "x.ckpt"
-    for ckpt_path in (None, path):
-        mixup, module = lt.HiddenMixup("layers.2", prob=0.7), build(PlainNet)
-        watch, saves = Watch(mixup), [] if ckpt_path else [SaveAt(path, step=step)]
-        callbacks = [*saves, mixup, watch] if first else [mixup, watch, *saves]
-        fit(module, callbacks=callbacks, train=train(), ckpt_path=ckpt_path)
-        runs.append((weights(module), [str(numbers) for numbers in watch.drawn]))
-    (whole, drawn), (rest, later) = runs
-    assert drawn[step:] == later
-    assert_equal(whole, rest)
-
-
-@pytest.mark.few(2)
 @pytest.mark.parametrize(("on", "precision"), DEVICES)
 def test_a_step_on_a_device_has_the_gradient_of_a_naive_one(on: str, precision: str) -> None:
     mixup, module, steps, hand = lt.HiddenMixup("layers.2", 1.0), build(PlainNet), Steps(), build(PlainNet)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 import lightning_tricks as lt
-from tests.nets import Stream, assert_close, assert_equal, build, fit, weights
+from tests.nets import Steps, Stream, assert_close, assert_equal, build, fit, weights
 
 CLASSES, WEIGHTS = 4, torch.tensor([1.0, 2.0, 1.0, 3.0])
 Sample = tuple[Tensor, Tensor]
@@ -247,13 +247,6 @@ def swapped(logits: Tensor, y: Tensor) -> Tensor:
 
 def of_few(logits: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(logits[:, :2], y // 2)
-
-
-class Steps(L.Callback):
-    made = 0
-
-    def on_exception(self, trainer: Any, *_: Any) -> None:
-        self.made = trainer.global_step
 
 
 @pytest.mark.parametrize(

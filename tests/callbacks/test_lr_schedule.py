@@ -24,9 +24,9 @@ import lightning_tricks as lt
 from lightning_tricks import LRSchedule, schedules
 from lightning_tricks.callbacks import lr_schedule
 from lightning_tricks.schedules import by_name
+from tests.core.averaging.test_coordinator import Wrapper
 from tests.few import few
 from tests.nets import Net, PlainNet, assert_equal, build, fit, loader, trainer, weights
-from tests.ranks import run_ranks
 from tests.schedules.recording import SaveEveryStep, Tiny, assert_refused, ones
 from tests.schedules.test_plateau import SCRIPT, expected
 
@@ -106,23 +106,6 @@ def test_it_follows_the_curve_in_every_step():
 def test_without_a_warmup_one_cycle_keeps_its_own():
     curve = lightning_tricks.schedules.curves.one_cycle
     assert lrs([LRSchedule("one_cycle")]) == [curve(t, total_steps=12) for t in range(12)]
-
-
-def test_one_callback_serves_two_fits():
-    callback = LRSchedule("cosine", warmup=0.25)
-    assert lrs([callback], epochs=1) == lrs([callback], epochs=1)
-    assert lrs([callback]) == lrs([LRSchedule("cosine", warmup=0.25)])
-
-
-@pytest.mark.few(6)
-@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before")  # any data will do here
-@pytest.mark.parametrize("name", [name for name in CURVES if name != "reduce_on_plateau"])
-def test_a_resumed_fit_takes_the_same_learning_rates(tmp_path, name):
-    settings = {setting: value for setting, value in CURVES[name].items() if setting != "momentum"}  # SGD has none here
-    whole = lrs([LRSchedule(name, **settings), SaveEveryStep(tmp_path)])
-    for step in (1, 6, 8):
-        resumed = [LRSchedule(name, **settings)]
-        assert lrs(resumed, ckpt_path=tmp_path / f"{step}.ckpt", weights_only=True) == whole[step:]
 
 
 # -- a metric, and a tail ---------------------------------------------------------------------------------------------
@@ -223,16 +206,6 @@ def test_the_learning_rate_monitor_sees_it(tmp_path):
     module = Tiny()
     trainer(logger=logger, log_every_n_steps=1, callbacks=[LRSchedule("linear"), monitor]).fit(module, ones(4))
     assert monitor.lrs == {"lr-RecordingSGD": module.optimizer.lrs}
-
-
-def _lrs_on_a_rank() -> list[float]:
-    module = Tiny()
-    trainer(strategy="ddp", devices=2, callbacks=[LRSchedule("linear")]).fit(module, ones(8))
-    return module.optimizer.lrs
-
-
-def test_it_counts_the_steps_of_two_ranks():
-    assert run_ranks(_lrs_on_a_rank) == [[1 - t / 8 for t in range(8)]] * 2
 
 
 def test_validation_alone_needs_no_schedule(tmp_path):
@@ -645,20 +618,6 @@ def test_a_schedule_that_would_do_something_else_is_refused(kind, message, step,
     assert module.trainer.global_step == step
 
 
-class Wrapper(torch.optim.Optimizer):
-    """Does not call Optimizer.__init__, as many wrappers of optimizers."""
-
-    def __init__(self, inner: torch.optim.Optimizer) -> None:
-        self.inner, self.defaults = inner, inner.defaults
-        self.param_groups, self.state = inner.param_groups, inner.state
-
-    def step(self, closure: Any = None) -> Any:
-        return self.inner.step(closure)
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        self.inner.zero_grad(set_to_none)
-
-
 class Wrapped(PlainNet):
     def configure_optimizers(self) -> Any:
         return Wrapper(super().configure_optimizers())
@@ -865,13 +824,6 @@ def test_without_it_the_error_says_so(kind: type[Net]) -> None:
     message = "from configure_optimizers: both set the learning rate.* pass LRSchedule\\(replace=True\\)"
     with pytest.raises(MisconfigurationException, match=message):
         trained(kind, lt.LRSchedule("cosine"))
-
-
-def test_it_is_resumed_bit_equal(tmp_path: Path) -> None:
-    saving = ModelCheckpoint(tmp_path, filename="{step}", save_top_k=-1)
-    _, expected = trained(OneCycle, lt.LRSchedule("cosine", replace=True), saving, enable_checkpointing=True)
-    resumed = trained(OneCycle, lt.LRSchedule("cosine", replace=True), ckpt_path=tmp_path / "step=6.ckpt")
-    assert_equal(resumed[1], expected)
 
 
 def test_the_checkpoint_of_the_shipped_schedule_is_refused_by_name(tmp_path: Path) -> None:

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
 import lightning_tricks as lt
 from lightning_tricks.functional import balance_experts_
-from tests.nets import Net, PlainNet, assert_close, assert_equal, build, fit, loader, rank_loader, weights
+from tests.nets import Net, PlainNet, assert_close, build, fit, loader, rank_loader, weights
 from tests.ranks import Cases, run_cases
-from tests.reference.loop import Naive, naive_fit
+from tests.reference.loop import Naive
 
 
 class Experts(nn.Module):
@@ -66,16 +65,6 @@ class NaiveBalance(Naive):
                 layer.tokens_per_expert = torch.zeros(len(loads))
 
 
-@pytest.mark.parametrize("accumulate", [1, 3])
-def test_a_plain_loop_gives_the_same(accumulate: int) -> None:
-    naive, module = build(Mixture), build(Mixture)
-    naive_fit(naive, NaiveBalance(0.05), list(loader()), accumulate=accumulate)
-    fit(module, callbacks=[lt.MoEBalance(0.05)], accumulate_grad_batches=accumulate)
-    assert_equal(weights(module), weights(naive))
-    assert module.layers[2].expert_bias.abs().max() > 0
-    assert not module.layers[2].tokens_per_expert.any()
-
-
 def test_large_counts_are_compared_exactly() -> None:
     bias = torch.zeros(3)
     balance_experts_(bias, torch.tensor([10**12, 10**12 + 1, 10**12 - 1]), 1.0)
@@ -107,15 +96,6 @@ def imbalance(callbacks: list[Callback]) -> float:
 
 def test_experts_come_into_balance() -> None:
     assert imbalance([lt.MoEBalance(0.02)]) < 1.8 < 2.4 < imbalance([])
-
-
-def test_a_fit_resumes_exactly(tmp_path: Path) -> None:
-    whole, half, module = build(Mixture), build(Mixture), build(Mixture)
-    fit(whole, callbacks=[lt.MoEBalance(0.05), lt.EMA(0.9)], max_epochs=2)
-    saves = ModelCheckpoint(tmp_path, filename="half")
-    fit(half, callbacks=[lt.MoEBalance(0.05), lt.EMA(0.9), saves], max_epochs=1, enable_checkpointing=True)
-    fit(module, callbacks=[lt.MoEBalance(0.05), lt.EMA(0.9)], max_epochs=2, ckpt_path=tmp_path / "half.ckpt")
-    assert_equal(weights(module), weights(whole))
 
 
 class Odd(PlainNet):

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 import lightning_tricks as lt
 from lightning_tricks.callbacks.neftune import noisy_embeddings
 from tests.losses.test_lean_loss import causal
-from tests.nets import assert_close, assert_equal, build, fit, weights
+from tests.nets import Steps, assert_close, assert_equal, build, fit, weights
 
 WORDS = 97
 
@@ -240,13 +240,6 @@ class Without(Language):
     def __init__(self) -> None:
         super().__init__()
         self.words = nn.Identity()
-
-
-class Steps(L.Callback):
-    made = 0
-
-    def on_exception(self, trainer: Any, *_: Any) -> None:
-        self.made = trainer.global_step
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import lightning_tricks as lt
 from tests.nets import Net, NormNet, PlainNet, assert_close, assert_equal, build, fit, loader, rank_loader, trainer
 from tests.nets import weights as weights_of
-from tests.ranks import Cases, run_cases
+from tests.ranks import run_ranks
 from tests.reference.loop import Naive, naive_fit
 
 
@@ -219,22 +219,15 @@ def test_layers_that_something_else_has_changed_are_refused() -> None:
 # -- ranks ------------------------------------------------------------------------------------------------------------
 
 
-def on_ranks(strategy: str) -> dict[str, Tensor]:
-    settings = {"strategy": "ddp"} if strategy == "ddp" else lt.preset(strategy, precision="32-true")
+def on_ranks() -> dict[str, Tensor]:
     module = build(PlainNet)
-    run = trainer(devices=2, callbacks=[lt.QAT("int4")], use_distributed_sampler=False, **settings)
-    run.fit(module, rank_loader(), loader(8))
+    arguments = {**lt.preset("fsdp2_bf16", precision="32-true"), "use_distributed_sampler": False}
+    trainer(devices=2, callbacks=[lt.QAT("int4")], **arguments).fit(module, rank_loader(), loader(8))
     return weights_of(module)
 
 
-@pytest.fixture(scope="module")
-def two_ranks() -> Cases:
-    return run_cases(on_ranks, ["ddp", "fsdp2_bf16"])
-
-
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp2_bf16"])
-def test_two_ranks_equal_one_process(strategy: str, two_ranks: Cases) -> None:
+def test_two_ranks_of_a_sharding_preset_equal_one_process() -> None:
     module = build(PlainNet)
     trainer(callbacks=[lt.QAT("int4")]).fit(module, loader(48, 16), loader(8))
-    for found in two_ranks[strategy]:
+    for found in run_ranks(on_ranks):
         assert_close(found, weights_of(module), 1e-5)

@@ -16,8 +16,7 @@ from torch import Tensor
 
 import lightning_tricks as lt
 from tests.conformance.runs import fp16
-from tests.nets import NormNet, PlainNet, assert_close, assert_equal, build, fit, loader, rank_loader, trainer, weights
-from tests.ranks import run_ranks
+from tests.nets import NormNet, PlainNet, assert_close, assert_equal, build, fit, loader, trainer, weights
 
 SETTINGS: dict[str, tuple[dict[str, Any], Callable[[], dict[str, Any]]]] = {
     "as it is": ({}, dict),
@@ -45,20 +44,6 @@ def test_it_is_bit_equal_to_the_mixin(name: str) -> None:
     fit(plain, **settings())
     assert_equal(weights(module), weights(mixed))
     assert any(not torch.equal(weights(plain)[key], weight) for key, weight in weights(module).items())
-
-
-def on_two_ranks(kind: str) -> dict[str, Any]:
-    module = build(with_mixin(PlainNet) if kind == "mixin" else PlainNet)
-    callbacks = [] if kind == "mixin" else [lt.SAMCallback(0.3)]
-    ranks = {"strategy": "ddp", "devices": 2, "use_distributed_sampler": False}
-    fit(module, train=rank_loader(), callbacks=callbacks, **ranks)
-    return {name: weight.numpy() for name, weight in weights(module).items()}
-
-
-def test_on_two_ranks_too() -> None:
-    mixin, callback = (run_ranks(on_two_ranks, kind) for kind in ("mixin", "callback"))
-    for one, other in zip(mixin, callback, strict=True):
-        assert all((one[key] == other[key]).all() for key in one)
 
 
 class Library(NormNet):

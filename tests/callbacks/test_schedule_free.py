@@ -13,8 +13,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
 import lightning_tricks as lt
-from tests.nets import NormNet, PlainNet, assert_close, assert_equal, build, fit, loader, rank_loader, trainer, weights
-from tests.ranks import run_ranks
+from tests.nets import NormNet, PlainNet, assert_close, assert_equal, build, fit, loader, weights
 
 NAMES = ["schedulefree_adamw", "schedulefree_sgd"]
 
@@ -77,15 +76,6 @@ def test_validating_changes_nothing(name: str) -> None:
         assert_equal(one, other)
 
 
-def test_a_resumed_fit_is_exact(tmp_path: Path) -> None:
-    whole, first, second = net(), net(), net()
-    fit(whole, max_epochs=3, callbacks=[lt.ScheduleFree()])
-    fit(first, max_epochs=1, callbacks=[lt.ScheduleFree()]).save_checkpoint(tmp_path / "a.ckpt")
-    resumed = trainer(max_epochs=3, callbacks=[lt.ScheduleFree()])
-    resumed.fit(second, loader(), loader(), ckpt_path=tmp_path / "a.ckpt")
-    assert_equal(weights(second), weights(whole))
-
-
 def test_statistics_of_batchnorm_are_those_of_x() -> None:
     module = net(base=NormNet)
     fit(module, max_epochs=2, callbacks=[lt.ScheduleFree()])
@@ -137,18 +127,3 @@ def test_what_would_undo_it_is_refused_before_training() -> None:
         with pytest.raises((MisconfigurationException, ValueError), match=message):
             fit(module, callbacks=callbacks)
         assert_equal(weights(module), before)
-
-
-def on_two_ranks(strategy: str) -> Any:
-    module = net()
-    run = trainer(
-        devices=2, strategy=strategy, max_epochs=2, callbacks=[lt.ScheduleFree()], use_distributed_sampler=False
-    )
-    run.fit(module, rank_loader(), loader())
-    return {name: getattr(w, "full_tensor", lambda w=w: w)().detach() for name, w in module.named_parameters()}
-
-
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp2_bf16"])
-def test_two_ranks_equal_one_process(strategy: str) -> None:
-    first, second = run_ranks(on_two_ranks, strategy)
-    assert_equal(first, second)

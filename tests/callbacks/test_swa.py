@@ -19,7 +19,6 @@ from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import update_bn
-from torch.utils.data import DataLoader, IterableDataset
 
 import lightning_tricks as lt
 from lightning_tricks.callbacks.swa import SWA
@@ -34,7 +33,6 @@ from tests.nets import (
     assert_close,
     assert_equal,
     build,
-    data,
     fit,
     loader,
     rank_loader,
@@ -104,14 +102,6 @@ def test_every_validation_sees_the_mean_so_far_with_the_current_statistics_and_t
     assert_recalibrated(module)
 
 
-def test_training_itself_is_untouched() -> None:
-    plain, averaged = build(), build()
-    run = fit(plain, max_epochs=3)
-    other = fit(averaged, callbacks=[SWA(0.5, at_end="raw")], max_epochs=3)
-    assert_equal(weights(plain), weights(averaged))
-    assert (run.global_step, run.current_epoch) == (other.global_step, other.current_epoch) == (18, 3)
-
-
 @pytest.mark.parametrize("kind", [PlainNet, Net])
 def test_start_at_the_end_gives_the_last_weights(kind: Any) -> None:
     plain, averaged = build(kind), build(kind)
@@ -120,16 +110,6 @@ def test_start_at_the_end_gives_the_last_weights(kind: Any) -> None:
     assert_equal(parameters(plain), parameters(averaged))
     if kind is Net:
         assert_recalibrated(averaged)
-
-
-def test_a_start_that_is_never_reached_leaves_everything_raw(tmp_path: Any) -> None:
-    plain, late = build(), build()
-    plain_run = fit(plain)
-    run = fit(late, callbacks=[SWA(10**6)])
-    assert_equal(weights(plain), weights(late))
-    assert run.callback_metrics["val_loss"] == plain_run.callback_metrics["val_loss"]
-    run.save_checkpoint(tmp_path / "x.ckpt")
-    assert_equal(load(tmp_path / "x.ckpt")["state_dict"], weights(plain))
 
 
 def test_the_learning_rate_schedule_is_left_alone() -> None:
@@ -214,22 +194,6 @@ def test_an_epoch_whose_last_batch_makes_no_step_counts_before_its_validation() 
     naive.assert_equals(module.state_dict())
 
 
-@pytest.mark.parametrize("fused", [False, True])
-def test_a_step_that_the_grad_scaler_skips_does_not_count(fused: bool) -> None:
-    class Overflow(PlainNet):
-        def configure_optimizers(self) -> Any:
-            return torch.optim.AdamW(self.parameters(), fused=fused)
-
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            return super().training_step(batch, batch_idx) * (float("inf") if batch_idx in (1, 5) else 1.0)
-
-    swa, module = SWA(0, every_n_steps=2), build(Overflow)
-    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
-    fit(module, callbacks=[swa], max_epochs=1, plugins=[MixedPrecision("16-mixed", "cpu", scaler=scaler)])
-    assert swa._running.updates == 2
-    assert all(torch.isfinite(value).all() for value in weights(module).values())
-
-
 def test_without_an_optimizer_step_there_is_no_pass() -> None:
     class Overflow(Net):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -241,15 +205,6 @@ def test_without_an_optimizer_step_there_is_no_pass() -> None:
     fit(module, callbacks=[SWA(0)], max_epochs=1, plugins=[MixedPrecision("16-mixed", "cpu", scaler=scaler)])
     assert seen == [*range(6)]
     assert_equal(parameters(module), parameters(build(Overflow)))
-
-
-def test_the_fp32_average_of_bf16_weights_stays_exact() -> None:
-    naive, swa, module = NaiveSWA(6, 1), SWA(6, every_n_steps=1), build(lr=0.01)
-    fit(module, precision="bf16-true", callbacks=[swa, naive], max_epochs=8)
-    averages = {name: value for name, value in swa._running.tensors.items() if "running" not in name}
-    assert all(value.dtype == torch.float32 for value in averages.values())
-    with swa.averaged(module):
-        naive.assert_equals(module.state_dict(), tolerance=4e-3)  # one rounding to bf16
 
 
 @pytest.mark.parametrize("at_end", ["raw", "averaged"])
@@ -389,40 +344,6 @@ def test_resume_from_a_checkpoint_of_the_run_is_bit_exact(
     assert_equal(swa._running.tensors, resumed._running.tensors)
 
 
-class Resumable:
-    """A loader that goes on in mid-epoch, as that of torchdata does."""
-
-    def __init__(self) -> None:
-        self.batches = list(loader())
-        self.at = self.skip = 0
-
-    def __len__(self) -> int:
-        return len(self.batches)
-
-    def __iter__(self) -> Any:
-        first, self.skip = self.skip, 0
-        for index in range(first, len(self)):
-            self.at = index + 1
-            yield self.batches[index]
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"at": self.at}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.at = self.skip = state["at"]
-
-
-@pytest.mark.few(3)
-@pytest.mark.parametrize("settings", [{"start": 0}, {"start": 8}, {"start": 5, "every_n_steps": 4}], ids=str)
-@pytest.mark.parametrize("step", [8, 10])
-def test_resume_in_mid_epoch_is_bit_exact(settings: dict[str, Any], step: int, tmp_path: Any) -> None:
-    whole, rest, swa, resumed = build(NormNet), build(NormNet), SWA(**settings), SWA(**settings)
-    fit(whole, callbacks=[swa, SaveAt(tmp_path / "x.ckpt", step=step)], max_epochs=4, train=Resumable())
-    fit(rest, callbacks=[resumed], max_epochs=4, ckpt_path=tmp_path / "x.ckpt", train=Resumable())
-    assert swa._running.updates == resumed._running.updates
-    assert_equal(weights(whole), weights(rest))
-
-
 def test_a_fit_that_goes_on_has_its_own_statistics_again() -> None:
     class Start(Callback):
         def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
@@ -453,21 +374,6 @@ def test_a_finished_fit_is_resumed_exactly(saved: str, tmp_path: Any) -> None:
     assert_equal(weights(again), weights(half))
     fit(rest, callbacks=[SWA(6)], max_epochs=4, ckpt_path=path)
     assert_equal(weights(rest), weights(whole))
-
-
-def test_a_checkpoint_without_average_can_be_resumed_with_one(tmp_path: Any) -> None:
-    fit(build(NormNet), max_epochs=1).save_checkpoint(tmp_path / "x.ckpt")
-    naive, module = NaiveSWA(), build(NormNet)
-    fit(module, callbacks=[SWA(3), naive], max_epochs=3, ckpt_path=tmp_path / "x.ckpt")
-    naive.assert_equals(module.state_dict())
-
-
-def test_one_object_starts_anew_with_another_trainer() -> None:
-    swa, first, second, reference = SWA(0.5), build(), build(), build()
-    fit(first, callbacks=[swa])
-    fit(second, callbacks=[swa])
-    fit(reference, callbacks=[SWA(0.5)])
-    assert_equal(weights(second), weights(reference))
 
 
 # ---- with others
@@ -509,16 +415,6 @@ def test_bad_arguments_name_the_argument_the_value_and_what_is_allowed(
 ) -> None:
     with pytest.raises(error, match=message):
         SWA(**arguments)
-
-
-def test_a_fraction_of_an_unknown_length_is_refused_with_the_remedy() -> None:
-    class Stream(IterableDataset):
-        def __iter__(self) -> Any:
-            return iter(data())
-
-    stream = DataLoader(Stream(), batch_size=8)
-    with pytest.raises(MisconfigurationException, match=r"SWA\(start=0.5\).*no length.*Give start in optimizer steps"):
-        fit(build(), train=stream, callbacks=[SWA(start=0.5)])
 
 
 class Manual(SteppedByHand, Net):

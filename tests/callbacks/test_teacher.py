@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import lightning_tricks as lt
 from lightning_tricks.functional import ema_decay
-from tests.nets import Net, NormNet, assert_close, assert_equal, build, fit, loader, weights
+from tests.nets import Net, NormNet, SteppedByHand, assert_close, assert_equal, build, fit, loader, weights
 
 
 class Asks(Net):
@@ -219,16 +219,8 @@ def test_another_module_computes_in_its_own_precision(precision: Any) -> None:
 
 
 def test_in_manual_optimization_it_is_asked_alike(tmp_path: Path) -> None:
-    class ByHand(Asks):
-        def __init__(self) -> None:
-            super().__init__()
-            self.automatic_optimization = False
-
-        def training_step(self, batch: Any, batch_idx: int) -> None:
-            loss, optimizer = super().training_step(batch, batch_idx), self.optimizers()
-            optimizer.zero_grad()  # type: ignore[union-attr]
-            self.manual_backward(loss)
-            optimizer.step()  # type: ignore[union-attr]
+    class ByHand(SteppedByHand, Asks):
+        """Steps by itself."""
 
     by_hand, automatic = asked(build(ByHand), lt.Teacher(0.8)), asked(build(Asks), lt.Teacher(0.8))
     assert all(torch.equal(*pair) for pair in zip(by_hand, automatic, strict=True))

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, IterableDataset
 import lightning_tricks as lt
 from tests.conformance.runs import fp16
 from tests.losses.test_lean_loss import causal
-from tests.nets import PlainNet, ShardedLayers, assert_close, assert_equal, build, fit, loader, weights
+from tests.nets import PlainNet, SaveAt, ShardedLayers, Steps, assert_close, assert_equal, build, fit, loader, weights
 from tests.ranks import Cases, run_cases
 
 IGNORED, WORDS, ACCUMULATED = -100, 11, 3
@@ -320,19 +320,15 @@ def test_the_targets_of_a_transformers_model_are_counted_also_without_logits() -
     assert any((plain[name] - expected[name]).abs().max() > 1e-3 for name in expected)
 
 
-def test_a_resumed_run_is_bit_equal(tmp_path: Path) -> None:
-    save = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=3, save_top_k=-1, enable_version_counter=False)
-    whole = trained(lt.TokenMean(counted), save, enable_checkpointing=True)
-    again = build(Language, loss=CE)
-    fit(
-        again,
-        train=DataLoader(batches(), batch_size=None),
-        callbacks=[lt.TokenMean(lambda batch: counted(batch))],  # another object
-        accumulate_grad_batches=ACCUMULATED,
-        limit_val_batches=0,
-        ckpt_path=tmp_path / "step=3.ckpt",
-    )
-    assert_equal(weights(again), weights(whole))
+def test_a_run_is_resumed_with_another_function_that_counts(tmp_path: Path) -> None:
+    def ended(*callbacks: Callback, **settings: Any) -> dict[str, Tensor]:
+        module = build(Language, loss=CE)
+        settings |= {"train": DataLoader(batches(), batch_size=None), "accumulate_grad_batches": ACCUMULATED}
+        fit(module, callbacks=[lt.TokenMean(lambda batch: counted(batch)), *callbacks], limit_val_batches=0, **settings)
+        return weights(module)
+
+    whole = ended(SaveAt(tmp_path / "a.ckpt", epoch=0))
+    assert_equal(ended(ckpt_path=tmp_path / "a.ckpt"), whole)
 
 
 # -- two ranks --------------------------------------------------------------------------------------------------------
@@ -409,13 +405,6 @@ def of_others(logits: Tensor, labels: Tensor) -> Tensor:
 
 def without_targets(logits: Tensor, labels: Tensor) -> Tensor:
     return logits.square().mean()
-
-
-class Steps(Callback):
-    made = 0
-
-    def on_exception(self, trainer: Any, *_: Any) -> None:
-        self.made = trainer.global_step
 
 
 @pytest.mark.parametrize(

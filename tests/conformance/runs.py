@@ -19,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 
 from tests.conformance.preset_runs import of_deepspeed
 from tests.conformance.trick import LAST_GOOD, Enrolment, spoil_first_batch
-from tests.nets import Net, NormNet, PlainNet, assert_equal, build, fit, weights
+from tests.nets import Net, NormNet, PlainNet, Steps, assert_equal, build, fit, weights
 from tests.reference.loop import naive_fit
 from tests.reference.tricks import Seen, spoil
 
@@ -123,15 +123,6 @@ REFUSED_BY = {  # what the error says of a regime
     "fp16": "precision='16-mixed'",
     "fp64": "torch.float64",
 }
-
-
-class Steps(Callback):
-    """Counts the optimizer steps that were made before an error."""
-
-    made = 0
-
-    def on_exception(self, trainer: Any, *_: Any) -> None:
-        self.made = trainer.global_step
 
 
 def refusal(trick: Enrolment, base: type[Net] = NormNet, **settings: Any) -> str:

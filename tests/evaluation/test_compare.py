@@ -24,6 +24,7 @@ import lightning_tricks as lt
 from lightning_tricks.core.safe_load.own_folder import MARKER
 from lightning_tricks.evaluation import Comparison
 from lightning_tricks.evaluation.compare import at_equal_time
+from tests.evaluation.test_cross_validate import Removes
 from tests.nets import Net, NormNet, PlainNet, loader, rank_loader, trainer
 from tests.ranks import run_alone, run_ranks
 
@@ -316,16 +317,6 @@ def test_a_file_in_place_of_the_folder_is_named(tmp_path: Path) -> None:
     for folder in (tmp_path / "runs", tmp_path / "runs" / "a"):
         with pytest.raises(NotADirectoryError, match=r"folder must be a folder, got '.*runs.*', and .*runs is none"):
             lt.compare(ARMS, folder=folder, **ASKED)
-
-
-class Removes(Callback):
-    """Removes a folder at the end of a fit; Lightning may then make it again."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def on_train_end(self, *_: Any) -> None:
-        shutil.rmtree(self.folder)
 
 
 @pytest.mark.parametrize("removed", [".", "EMA", "plain"])

@@ -11,7 +11,7 @@ import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from sklearn.datasets import load_digits
@@ -23,7 +23,21 @@ from lightning_tricks.core.replay.rerun import is_replaying
 from lightning_tricks.evaluation import LabelReport
 from tests.conformance.test_resume import Resumable
 from tests.device.devices import device
-from tests.nets import NormNet, PlainNet, Stream, assert_equal, build, data, fit, loader, quiet, trainer, weights
+from tests.evaluation.recipes import Fails
+from tests.nets import (
+    NormNet,
+    PlainNet,
+    SteppedByHand,
+    Stream,
+    assert_equal,
+    build,
+    data,
+    fit,
+    loader,
+    quiet,
+    trainer,
+    weights,
+)
 from tests.ranks import run_ranks
 
 SAMPLES = 44
@@ -140,19 +154,15 @@ class Smoothed(Noted):
         return F.cross_entropy(logits, y, label_smoothing=0.1)
 
 
-class Twice(Noted):
-    """In manual optimization, with a loss that is only logged."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
-        loss, optimizer = super().training_step(batch, batch_idx), self.optimizers()
-        optimizer.zero_grad()  # type: ignore[union-attr]
-        self.manual_backward(loss)
-        optimizer.step()  # type: ignore[union-attr]
+class Logged(Noted):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
         self.log("train_loss", loss)
+        return loss
+
+
+class Twice(SteppedByHand, Logged):
+    """In manual optimization, with a loss that is only logged."""
 
 
 class Sharp(lt.SAMMixin, Noted):
@@ -243,15 +253,6 @@ def test_it_looks_between_start_and_stop() -> None:
 # -- going on, and several ranks --------------------------------------------------------------------------------------
 
 
-class Fails(Callback):
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        if trainer.global_step == self.step:
-            raise RuntimeError("stop")
-
-
 def columns(report: Any) -> dict[str, Tensor]:
     return dict(vars(report))
 
@@ -263,7 +264,7 @@ def test_a_fit_that_is_resumed_amid_an_epoch_ends_with_the_same_report(tmp_path:
     fit(build(NormNet), train=loader(shuffle=True), callbacks=[whole], **settings)
     save = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=8, save_top_k=-1)
     torch.manual_seed(5)
-    with pytest.raises(RuntimeError, match="stop"):
+    with pytest.raises(RuntimeError, match="died"):
         fit(
             build(NormNet),
             train=loader(shuffle=True),
@@ -282,7 +283,7 @@ def of_ranks(folder: Path, resumed: bool) -> dict[str, Any]:
     callback, module = lt.LabelErrors(), build(Noted)
     if resumed:
         save = ModelCheckpoint(folder, "{step}", every_n_train_steps=5, save_top_k=-1)
-        with pytest.raises(RuntimeError, match="stop"):
+        with pytest.raises(RuntimeError, match="died"):
             fit(
                 build(Noted),
                 train=numbers_loader(),

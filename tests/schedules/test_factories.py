@@ -35,11 +35,10 @@ from lightning_tricks.schedules import (
     wsd,
 )
 from lightning_tricks.schedules.arguments import whole_steps
-from tests.nets import Net, assert_equal, build, fit, loader, trainer, weights
+from tests.nets import Net, SteppedByHand, build, fit, loader, trainer
 from tests.schedules.recording import (
     FACTORIES,
     FALLING,
-    SaveEveryStep,
     Tiny,
     assert_refused,
     lrs_of,
@@ -306,13 +305,9 @@ def test_an_endless_curve_needs_no_total_unless_its_warmup_is_a_fraction():
 
 
 def test_manual_optimization_steps_a_schedule_of_a_given_total():
-    class Manual(Tiny):
-        automatic_optimization = False
-
+    class Manual(SteppedByHand, Tiny):
         def training_step(self, batch, batch_idx):
-            self.optimizers().zero_grad()
-            self.manual_backward(super().training_step(batch, batch_idx))
-            self.optimizers().step()
+            super().training_step(batch, batch_idx)
             self.lr_schedulers().step()
 
     module = Manual(lambda optimizer, module: step_decay(optimizer, total_steps=8, milestones=[2, 0.5], gamma=0.5))
@@ -422,18 +417,6 @@ def test_flat_cos_is_exact_in_every_step_of_a_fit():
         assert float(module.optimizer.param_groups[0]["lr"]) == pytest.approx(0.01, abs=1e-12)
 
 
-class Constant(Net):
-    def configure_optimizers(self) -> Any:
-        return constant(super().configure_optimizers(), self)
-
-
-def test_a_constant_schedule_trains_bit_equal_to_none():
-    plain, scheduled = build(Net), build(Constant)
-    fit(plain)
-    fit(scheduled)
-    assert_equal(weights(plain), weights(scheduled))
-
-
 def test_wsd_warms_up_stays_and_falls_in_its_shape():
     falls = {"1-sqrt": lambda p: 1 - sqrt(p), "linear": lambda p: 1 - p, "cosine": lambda p: (1 + cos(pi * p)) / 2}
     for (shape, fall), (cooldown, C) in product(falls.items(), [(0.2, 4), (6, 6), (0.5, 10), (1, 1), (0, 0)]):
@@ -531,22 +514,6 @@ def test_the_tail_keeps_the_momentum_of_one_cycle():
         assert momentum_of(mine.param_groups[0]) == momentum_of(plain.param_groups[0])
         lrs_of(tailed, 1)
         lrs_of(untailed, 1)
-
-
-@pytest.mark.parametrize("factory", [cosine, constant, one_cycle])
-@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before")  # any data will do here
-def test_a_fit_with_a_tail_resumes_from_any_step(tmp_path, factory):
-    def lrs(**kwargs: Any) -> list[float]:
-        given = {"total_steps": 9} if factory is constant else {}
-        module = Tiny(lambda opt, module: swa_tail(factory(opt, module, **given), swa_lr=0.02, anneal=2), lr=0.1)
-        run = trainer(max_epochs=3, accumulate_grad_batches=2, callbacks=[SaveEveryStep(tmp_path)])
-        run.fit(module, ones(5), **kwargs)
-        assert module.optimizer.param_groups[0]["lr"] == pytest.approx(0.02, rel=0, abs=1e-15)
-        return module.optimizer.lrs
-
-    whole = lrs()
-    for step in range(1, 9):
-        assert lrs(ckpt_path=tmp_path / f"{step}.ckpt", weights_only=True) == whole[step:]
 
 
 def test_a_tail_behind_an_endless_curve_takes_steps_or_a_told_total():

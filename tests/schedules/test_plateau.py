@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_tricks.schedules import PlateauLR, UnknownTotalSteps, linear, reduce_on_plateau
 from tests.few import few
-from tests.nets import TORCH_2_9, trainer
+from tests.nets import TORCH_2_9, SteppedByHand, trainer
 from tests.schedules.recording import SaveEveryStep, Tiny, assert_refused, ones, optimizer, scheduler_of
 
 SCRIPT = [5.0, 4.0, 4.5, 4.5, 3.0, 3.5, 3.5, 3.5, 3.5, 2.0]  # the metric of each epoch
@@ -40,14 +40,7 @@ class Scripted(Tiny):
         self.log("val_loss", self.script[self.current_epoch])
 
 
-class ScriptedManual(Scripted):
-    automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        self.optimizers().zero_grad()
-        self.manual_backward(super().training_step(batch, batch_idx))
-        self.optimizers().step()
-
+class ScriptedManual(SteppedByHand, Scripted):
     def on_train_epoch_end(self) -> None:
         self.lr_schedulers().step(self.trainer.callback_metrics["val_loss"])
 
@@ -261,13 +254,6 @@ def test_a_metric_of_training_needs_no_validation() -> None:
     assert module.optimizer.lrs == expected(10, patience=0, factor=0.5)
 
 
-class WithTorchs(Scripted):
-    def configure_optimizers(self) -> Any:
-        schedule = super().configure_optimizers()
-        scheduler = ReduceLROnPlateau(schedule["optimizer"], factor=0.5, patience=0)
-        return {**schedule, "lr_scheduler": {**schedule["lr_scheduler"], "scheduler": scheduler}}
-
-
 @pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before")  # any data will do here
 @pytest.mark.parametrize("kind", few([Scripted, ScriptedManual], 1))
 def test_a_resumed_fit_takes_the_same_learning_rates(tmp_path, kind):
@@ -292,17 +278,6 @@ def test_a_resumed_fit_has_the_warmup_that_it_is_given(tmp_path, warmup):
     assert resumed == pytest.approx([min(1.0, (step + 1) / 20) for step in range(6, 40)])
     assert len([each for each in caught if "followed from now on" in str(each.message)]) == 1
     assert fit(Scripted(warmup=0.25), ckpt_path=tmp_path / "6.ckpt")[0] == pytest.approx(0.7)  # which warns of nothing
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before")  # any data will do here
-def test_a_resumed_fit_of_lightning_is_that_of_torchs_scheduler(tmp_path):
-    for kind, folder in ((Scripted, tmp_path / "ours"), (WithTorchs, tmp_path / "theirs")):
-        folder.mkdir()
-        fit(kind(patience=0, factor=0.5), callbacks=[SaveEveryStep(folder)])
-    for step in (3, 4, 5, 12, 18, 20):
-        ours = fit(Scripted(patience=0, factor=0.5), ckpt_path=tmp_path / "ours" / f"{step}.ckpt")
-        assert ours == fit(WithTorchs(patience=0, factor=0.5), ckpt_path=tmp_path / "theirs" / f"{step}.ckpt")
 
 
 def test_a_resumed_scheduler_takes_the_same_learning_rates_from_every_epoch():

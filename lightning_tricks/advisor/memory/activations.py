@@ -73,7 +73,7 @@ class Step(nn.Module):
         for metric in self.model.modules():
             if isinstance(metric, Metric):
                 vars(metric)["update"] = _silent
-                vars(metric)["forward"] = vars(metric)["compute"] = _zero
+                vars(metric)["forward"] = vars(metric)["compute"] = lambda *_, **__: torch.zeros(())
 
     def _call_model(self, batch: Any) -> Any:
         if isinstance(batch, Mapping):
@@ -86,10 +86,6 @@ class Step(nn.Module):
         positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
         count = sum(kind in positional for kind in kinds)
         return self.model(*batch[:count])  # The rest of the batch are targets.
-
-
-def _zero(*_: Any, **__: Any) -> Tensor:
-    return torch.zeros(())
 
 
 def _silent(*_: Any, **__: Any) -> None:

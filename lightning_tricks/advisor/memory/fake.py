@@ -132,7 +132,7 @@ class LikeCUDA(TorchFunctionMode):
                 args = (*args[:position], 0.0, *args[position + 1 :])
             kwargs = {key: value for key, value in kwargs.items() if key != "dropout_p"}
         elif self._autocast and name in CUDA_FP32:
-            args, kwargs = tree_map(_to_fp32, (args, kwargs))
+            args, kwargs = tree_map(lambda x: x.float() if _is_16_bit(x) else x, (args, kwargs))
         elif self._autocast and name in CUDA_FP32_RESULT and _is_16_bit(args[0]):
             kwargs = {**kwargs, "dtype": kwargs.get("dtype") or torch.float32}
         return func(*args, **kwargs)
@@ -140,7 +140,3 @@ class LikeCUDA(TorchFunctionMode):
 
 def _is_16_bit(value: Any) -> bool:
     return isinstance(value, Tensor) and value.dtype in (torch.bfloat16, torch.float16)
-
-
-def _to_fp32(value: Any) -> Any:
-    return value.float() if _is_16_bit(value) else value

@@ -7,10 +7,11 @@ from typing import Any, final
 
 from typing_extensions import override
 
-from lightning_tricks.advisor.choose import recomputed, refuses, shortage
+from lightning_tricks.advisor.choose import recomputed, refuses
 from lightning_tricks.advisor.hardware import Hardware
 from lightning_tricks.advisor.memory.estimate import MemoryEstimate, estimate_memory
 from lightning_tricks.advisor.memory.states import OptimizerLike
+from lightning_tricks.advisor.remarks import shortage
 from lightning_tricks.advisor.simulate.devices import DEVICES, links_of
 from lightning_tricks.advisor.simulate.step import Spread, Step, simulate_step
 from lightning_tricks.advisor.simulate.transformer import TransformerShape
@@ -82,12 +83,7 @@ class TrainingPlan(Tabled):
     @property
     def trainer(self) -> dict[str, Any]:
         """The arguments of the Trainer, but for ``ActivationCheckpointing()`` where ``recomputes`` says so."""
-        return {
-            "strategy": self.preset,
-            "devices": self.hardware.devices,
-            "num_nodes": self.hardware.nodes,
-            "accumulate_grad_batches": self.candidates[0].accumulate,
-        }
+        return self.hardware.trainer(self.preset, self.candidates[0].accumulate)
 
     @property
     def recomputes(self) -> bool:

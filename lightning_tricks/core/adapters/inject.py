@@ -203,10 +203,7 @@ def adaptable(module: nn.Module, modules: Patterns) -> dict[str, nn.Module]:
         ValueError: If a pattern selects no such layer, or one whose adapter would be wrong.
     """
     kinds = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d, *_transformers_kinds())
-    inside = {
-        f"{name}.{inner}" for name, child in module.named_modules() if isinstance(child, nn.MultiheadAttention)
-        for inner, _ in child.named_modules() if inner
-    }  # fmt: skip
+    inside = inside_attention(module)
     found: dict[str, nn.Module] = {}
     for pattern in listed(modules):
         selected = select_modules(module, pattern)
@@ -224,6 +221,12 @@ def adaptable(module: nn.Module, modules: Patterns) -> dict[str, nn.Module]:
         if reason := _obstacle(layer, places):
             raise ValueError(f"modules selects {name!r} ({type(layer).__name__}), {reason}")
     return {name: child for name, child in module.named_modules() if name in found}
+
+
+def inside_attention(module: nn.Module) -> set[str]:
+    """The names of all modules in an nn.MultiheadAttention."""
+    outer = {name: child for name, child in module.named_modules() if isinstance(child, nn.MultiheadAttention)}
+    return {f"{name}.{inner}" for name, child in outer.items() for inner, _ in child.named_modules() if inner}
 
 
 def adaptable_linear(module: nn.Module) -> list[str]:

@@ -1,13 +1,21 @@
-"""What a checkpoint says of its adapters, so that they are never loaded beside other weights, or left out."""
+"""What a checkpoint says of its adapters, so that they are never loaded beside other weights, or left out.
+
+Frozen weights are not in it, but their checksum is.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from lightning_tricks.core.adapters.base import weights_checksum
 from lightning_tricks.core.adapters.inject import original_name
+from lightning_tricks.core.weights.tensors import local_part
 
 ADVICE = (
     "LoRA: adapters, which load with a Trainer(callbacks=[LoRA(...)]) and are merged by lightning-tricks export --merge"
@@ -109,3 +117,37 @@ def record_in(checkpoint: Mapping[str, Any]) -> Record | None:
     states = [checkpoint.get("callbacks") or {}, checkpoint.get("state_dict") or {}, checkpoint]
     values = [value for state in states if isinstance(state, Mapping) for value in state.values()]
     return next((found for value in values if (found := found_in(value))), None)
+
+
+def checksums_of(record: Record, frozen: Mapping[str, Tensor]) -> tuple[str, str]:
+    """The checksums of frozen weights, with their names and without the parametrizations in these."""
+    named = {original_name(name, record.layers): weight for name, weight in frozen.items()}
+    renamed = {without_parametrization(name): weight for name, weight in named.items()}
+    return weights_checksum(named), weights_checksum(renamed)
+
+
+def local_parts(frozen: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """This rank's parts of frozen weights, without packed ones, which nothing draws or loads any more."""
+    parts = {name: local_part(getattr(weight, "ds_tensor", weight)) for name, weight in frozen.items()}  # of ZeRO-3
+    packed = {name for name, part in parts.items() if is_traceable_wrapper_subclass(part)}
+    return {name: part for name, part in parts.items() if part.is_floating_point() and name not in packed}
+
+
+def leave_frozen_out(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    """A hook of the module's state_dict."""
+    frozen = frozen_weights(module)
+    for name in [name for name in state if is_part(name, frozen)]:
+        del state[name]
+
+
+def frozen_weights(module: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters that never train, under all of their names; others may have stopped, as with ``LayerFreezing``."""
+    record: Record = vars(module)["lightning_tricks_lora"][1]
+    trained = {id(parameter) for name, parameter in module.named_parameters() if record.is_trained(name)}
+    named = module.named_parameters(remove_duplicate=False)
+    return {name: parameter for name, parameter in named if id(parameter) not in trained}
+
+
+def is_part(name: str, parameters: Collection[str]) -> bool:
+    """Whether an entry of a state is one of the parameters, or belongs to a quantized one."""
+    return name in parameters or any(name[:end] in parameters for end, mark in enumerate(name) if mark == ".")

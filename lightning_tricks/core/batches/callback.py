@@ -184,3 +184,13 @@ class BatchCallback(Trick):
     @override
     def state_key(self) -> str:
         return self._key
+
+
+class EveryBatchCallback(BatchCallback):
+    """Base of the tricks that change every batch, so that there is no later one to look ahead to."""
+
+    durations: ClassVar[tuple[str, ...]] = ()
+
+    @override
+    def _check(self, trainer: L.Trainer, context: BatchContext) -> None:
+        raise AssertionError("it is active in every batch")

@@ -58,6 +58,11 @@ def restore_groups(made: Made) -> None:
                 group[name] = deepcopy(value)
 
 
+def weights_of(optimizer: Optimizer) -> list[Any]:
+    """The weights in all groups of an optimizer."""
+    return [weight for group in optimizer.param_groups for weight in group["params"]]
+
+
 def is_schedule_free(optimizer: Optimizer) -> bool:
     """Whether an optimizer averages weights itself, between ``train()`` and ``eval()``."""
     groups = optimizer.param_groups

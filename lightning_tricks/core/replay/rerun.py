@@ -100,6 +100,17 @@ def undone(start: Start) -> Iterator[None]:
 
 
 @contextmanager
+def modes_kept(module: nn.Module) -> Iterator[None]:
+    """Put the layers back into their modes, of training or evaluation, at the end of the block."""
+    modes = [(layer, layer.training) for layer in module.modules()]
+    try:
+        yield
+    finally:
+        for layer, mode in modes:
+            layer.training = mode
+
+
+@contextmanager
 def run_again(start: Start, *, at_once: bool = True) -> Iterator[Start]:
     """Set a module back to the start of its last run inside the block; it ends as that run has left it.
 

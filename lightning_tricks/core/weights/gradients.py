@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_tricks.core.lightning.optimizer_groups import weights_of
 from lightning_tricks.core.lightning.trainer import grad_scaler, is_fitting
 from lightning_tricks.core.trick import Trick
 from lightning_tricks.core.weights.by_engine import local_gradients
@@ -43,8 +44,7 @@ class GradientCallback(Trick):
         if self._weights is None:  # outside of a fit: a step that adapts the module to a test set
             return
         _require_unscaled(trainer, optimizer, type(self).__name__)
-        everything = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        if found := [parameter for parameter in everything if parameter.grad is not None]:
+        if found := [parameter for parameter in weights_of(optimizer) if parameter.grad is not None]:
             require_dense(pl_module, [(p, p.grad) for p in found if p.grad is not None], type(self).__name__)
             self._change(trainer, optimizer, found, self._weights)
 

@@ -5,7 +5,7 @@ A trick reads and writes the *local* tensors, without gathering any.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,6 +28,10 @@ class LocalWeights:
     def local(self, tensor: Tensor) -> Tensor | None:
         """This rank's part of a parameter or buffer; None if it has none."""
         return tensor
+
+    def parts(self, tensors: Iterable[Tensor | None]) -> list[Tensor]:
+        """This rank's parts of those tensors that there are, without those of which it has none."""
+        return [part for each in tensors if each is not None and (part := self.local(each)) is not None]
 
     def trainable(self) -> dict[str, Tensor]:
         """This rank's parts of the trainable parameters, by name."""

@@ -25,6 +25,11 @@ def local_part(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def full_tensor(tensor: Tensor) -> Tensor:
+    """The whole of a tensor; all ranks that have a shard of it take part."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
 def same_values(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors, dense or sparse, hold the same, NaN included."""
     if a.shape != b.shape:

@@ -162,7 +162,7 @@ class GradCache:
     def _cuts(self, batch: Any) -> bool:
         """Whether this step is cut into chunks; if one rank cuts its batch, all do, as DDP goes through them alike."""
         chunks = max(1, math.ceil(self.samples(batch) / self.module.chunk))
-        if not (self._shards or _syncs_batchnorm(self.module)):
+        if not (self._shards or any(isinstance(m, torch.nn.SyncBatchNorm) for m in self.module.modules())):
             return chunks > 1 or self.trainer.world_size > 1  # asking the others would wait for the device
         least, most = extremes(self.trainer, chunks)
         if least == most:
@@ -336,7 +336,3 @@ def _marked(tensors: Iterable[Tensor]) -> Iterator[None]:
     finally:
         for tensor in marked:
             tensor.requires_grad_(False)
-
-
-def _syncs_batchnorm(module: torch.nn.Module) -> bool:
-    return any(isinstance(layer, torch.nn.SyncBatchNorm) for layer in module.modules())

@@ -17,6 +17,7 @@ from torch.optim import LBFGS, Optimizer
 
 from lightning_tricks.core.batches.cutting import micro_batches, naming_single_samples
 from lightning_tricks.core.checks import check_count, check_range
+from lightning_tricks.core.lightning.optimizer_groups import weights_of
 from lightning_tricks.core.lightning.trainer import scaled, step_schedules, unsynced
 from lightning_tricks.core.random_numbers import random_state
 from lightning_tricks.core.replay.containers import run_all
@@ -33,7 +34,6 @@ from lightning_tricks.modules.sam.misuse import (
     StepWatch,
     gradients_kept,
     misuse,
-    weights_of,
     write_it_so,
 )
 from lightning_tricks.modules.sam.recorder import RecordedStep, StepRecorder

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from lightning_tricks.core.lightning.optimizer_groups import weights_of
 from lightning_tricks.core.lightning.step_watch import holds_parameters
 
 _RIGHT = {
@@ -179,11 +180,6 @@ class StepWatch:
             # What was added since that step belongs to the next one, and clearing it would lose a gradient silently.
             if spent is not None and weight.grad is spent() and weight.grad is not None:
                 weight.grad = None if weight.grad._version == version else weight.grad
-
-
-def weights_of(optimizer: Optimizer) -> list[Tensor]:
-    """The weights in all groups of an optimizer."""
-    return [weight for group in optimizer.param_groups for weight in group["params"]]
 
 
 @contextmanager

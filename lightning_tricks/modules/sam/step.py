@@ -12,12 +12,13 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import LBFGS, Optimizer
 
 from lightning_tricks.core.checks import check_type
+from lightning_tricks.core.lightning.optimizer_groups import weights_of
 from lightning_tricks.core.random_numbers import random_numbers_of, random_state
 from lightning_tricks.core.replay.rerun import Start, begin_run, replaying, run_again
 from lightning_tricks.core.weights.local import LocalWeights
 from lightning_tricks.core.weights.tensors import copy_, hidden_from_autograd
 from lightning_tricks.modules.sam.engine import gradients_of, loss_of
-from lightning_tricks.modules.sam.misuse import gradients_kept, weights_of
+from lightning_tricks.modules.sam.misuse import gradients_kept
 from lightning_tricks.modules.sam.rules import SAM, perturbed_weights
 
 __all__ = ["sam_step"]

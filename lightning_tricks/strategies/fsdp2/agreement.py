@@ -11,13 +11,12 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from torch.linalg import vector_norm
 
 from lightning_tricks.core.checks import some
 from lightning_tricks.core.random_numbers import random_state, set_random_state
 from lightning_tricks.core.weights.fsdp2 import is_split
-from lightning_tricks.core.weights.tensors import trainable
+from lightning_tricks.core.weights.tensors import local_part, trainable
 
 # Relative differences: kernels that add in no fixed order make smaller ones, a part that is missing a larger one.
 OF_LOSSES, OF_GRADIENTS = 1e-3, 1e-2
@@ -81,10 +80,10 @@ class Agreement:
         if not named and not self._compares_loss:
             return
         self._unchecked -= named.keys()
-        local = {name: _local(parameter.grad) for name, parameter in named.items()}
+        local = {name: local_part(p.grad) for name, p in named.items() if p.grad is not None}
         noise = 1e-6 * max((float(vector_norm(gradient)) for gradient in local.values()), default=0.0)
         wrong = [name for name, gradient in local.items() if self._strays(gradient, OF_GRADIENTS, noise)]
-        if self._compares_loss and self._strays(_local(loss), OF_LOSSES):
+        if self._compares_loss and self._strays(local_part(loss), OF_LOSSES):
             wrong = ["the loss"]
         self._compares_loss = False
         found: list[Any] = [None] * dist.get_world_size()
@@ -108,15 +107,8 @@ class Agreement:
     def _differ(self, mine: str) -> bool:
         """Whether processes of any group have another value than the first of it; all processes take part."""
         found: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(found, (self._first_of_group(), mine))
+        dist.all_gather_object(found, (dist.get_global_rank(self._mesh.get_group(), 0), mine))
         return len({*found}) > len({first for first, _ in found})
-
-    def _first_of_group(self) -> int:
-        return dist.get_global_rank(self._mesh.get_group(), 0)
-
-
-def _local(tensor: Any) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _bytes(tensor: Tensor) -> bytes:

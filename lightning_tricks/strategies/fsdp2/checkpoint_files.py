@@ -20,8 +20,10 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from lightning_tricks.core.lightning.optimizer_groups import weights_of
 from lightning_tricks.core.safe_load.reader import SafeReader, load_safely
 from lightning_tricks.core.weights.fsdp2 import local_part
+from lightning_tricks.core.weights.tensors import full_tensor
 
 
 def full_state(state: Mapping[str, Any], *, keep: bool) -> dict[str, Any]:
@@ -33,7 +35,7 @@ def full_state(state: Mapping[str, Any], *, keep: bool) -> dict[str, Any]:
     """
 
     def gather(tensor: Tensor) -> Tensor | None:
-        full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        full = full_tensor(tensor)
         return full.detach().to("cpu", copy=True) if keep else None
 
     result = apply_to_collection(dict(state), Tensor, gather)
@@ -59,8 +61,7 @@ def load_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
     States with the shape of their parameter are sharded; others, such as a step counter, are loaded unchanged.
     """
     numbers = [number for group in state["param_groups"] for number in group["params"]]
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    parameter_of = dict(zip(numbers, parameters, strict=False))  # load_state_dict reports a mismatch.
+    parameter_of = dict(zip(numbers, weights_of(optimizer), strict=False))  # load_state_dict reports a mismatch.
     sharded = {
         number: apply_to_collection(states, Tensor, _shard, parameter_of.get(number))
         for number, states in state["state"].items()

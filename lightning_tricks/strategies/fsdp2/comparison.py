@@ -24,7 +24,7 @@ from torch.linalg import vector_norm
 from lightning_tricks.core.lightning.patching import wrap_method
 from lightning_tricks.core.replay.rerun import Start, undone
 from lightning_tricks.core.selection import is_called
-from lightning_tricks.core.weights.tensors import hidden_from_autograd
+from lightning_tricks.core.weights.tensors import full_tensor, hidden_from_autograd
 
 TOLERANCE = 2e-3  # Relative, in fp32; TensorFloat32 rounds by less.
 Places = list[tuple[nn.Module, str]]  # Modules, and the names of their split layers.
@@ -264,14 +264,11 @@ def _unsplit(layer: nn.Module) -> nn.Module:
     """A copy of a layer with all of its weights, and without the hooks that split its inputs and outputs."""
     whole = copy.copy(layer)
     whole._forward_hooks, whole._forward_pre_hooks = type(layer._forward_hooks)(), type(layer._forward_pre_hooks)()
-    full = {name: nn.Parameter(_full(p), requires_grad=False) for name, p in layer.named_parameters(recurse=False)}
+    own = layer.named_parameters(recurse=False)
+    full = {name: nn.Parameter(full_tensor(weight), requires_grad=False) for name, weight in own}
     whole._parameters = {**layer._parameters, **full}
     vars(whole).pop("forward", None)  # of a trick such as Float8, bound to the layer with parts
     return whole
-
-
-def _full(tensor: Any) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def _differ(ours: Any, theirs: Any, tolerance: float) -> bool:

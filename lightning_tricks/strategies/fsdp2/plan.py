@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from lightning_tricks.core.adapters.inject import adapted_layers
+from lightning_tricks.core.adapters.inject import adapted_layers, inside_attention
 from lightning_tricks.core.checks import check_choice, check_type, compile_pattern, some
 from lightning_tricks.core.selection import outermost, select_modules
 
@@ -90,7 +90,7 @@ def planned_layers(module: nn.Module, plan: Plan | None, size: int) -> dict[nn.M
             raise MisconfigurationException(f"plan: two patterns select {name!r}. Make one of them narrower.")
         named[name] = style
     layers: dict[nn.Module, ParallelStyle] = {}
-    adapted, inside = adapted_layers(module), _inside_attention(module)
+    adapted, inside = adapted_layers(module), inside_attention(module)
     for name, given in named.items():
         layer = module.get_submodule(name)
         if any(f"{name}.".startswith(f"{other}.") for other in adapted):
@@ -250,17 +250,6 @@ def split_dimension(layer: nn.Module, style: ParallelStyle) -> int | None:
     if not isinstance(style, ColwiseParallel | RowwiseParallel):
         return None
     return int(isinstance(style, ColwiseParallel) == isinstance(layer, nn.Embedding))
-
-
-def _inside_attention(module: nn.Module) -> set[str]:
-    """The names of all modules in an nn.MultiheadAttention."""
-    return {
-        f"{name}.{inner}"
-        for name, child in module.named_modules()
-        if isinstance(child, nn.MultiheadAttention)
-        for inner, _ in child.named_modules()
-        if inner
-    }
 
 
 def _cannot(name: str, why: str) -> MisconfigurationException:

@@ -1,4 +1,4 @@
-"""Fully sharded data parallelism (FSDP2): each process holds one shard of weights, gradients and optimizer states."""
+"""The presets of FSDP2: sharding, which is in sharded.py, and layers that are split (tensor parallelism)."""
 
 from __future__ import annotations
 
@@ -208,7 +208,7 @@ class FSDP2Preset(ShardedPreset):
         """Clip gradients by their norm; torch's own takes those of one mesh only."""
         weights = FSDP2(self._module)
         found = [(p, p.grad) for p in self.precision_plugin.main_params(optimizer) if p.grad is not None]
-        if parts := [part for _, gradient in found if (part := weights.local(gradient)) is not None]:
+        if parts := weights.parts(gradient for _, gradient in found):
             norm = weights.norm(parts, of=[parameter for parameter, _ in found])
             torch._foreach_mul_(parts, (clip_val / (norm + 1e-6)).clamp(max=1.0))
 

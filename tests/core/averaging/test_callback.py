@@ -59,14 +59,6 @@ def test_the_mean_of_all_steps_is_validated_saved_and_kept(tmp_path: Any) -> Non
     assert_equal(torch.load(tmp_path / "x.ckpt", weights_only=True)["state_dict"], ended)
 
 
-def test_it_resumes_exactly(tmp_path: Any) -> None:
-    whole, rest = build(NormNet), build(NormNet)
-    fit(whole, callbacks=[Mean()], max_epochs=4)
-    fit(build(NormNet), callbacks=[Mean()]).save_checkpoint(tmp_path / "x.ckpt")
-    fit(rest, callbacks=[Mean()], max_epochs=4, ckpt_path=tmp_path / "x.ckpt")
-    assert_equal(weights(whole), weights(rest))
-
-
 class Draws(NormNet):
     """Draws its weights when a fit begins, other ones each time; with ``once`` when training begins."""
 

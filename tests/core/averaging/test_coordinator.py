@@ -18,7 +18,7 @@ from torch import nn
 import lightning_tricks as lt
 from lightning_tricks.core.averaging.coordinator import coordinator_of
 from tests.core.weights.test_local import ShardedNet, fsdp2
-from tests.nets import NormNet, PlainNet, assert_equal, build, fit, loader, rank_loader, trainer, weights
+from tests.nets import NormNet, PlainNet, SteppedByHand, assert_equal, build, fit, loader, rank_loader, trainer, weights
 from tests.ranks import run_ranks
 
 
@@ -297,16 +297,9 @@ def test_a_lazy_layer_joins_when_it_has_a_shape() -> None:
 
 
 def manual_under_fsdp2() -> None:
-    class Manual(ShardedNet):
-        def __init__(self) -> None:
-            super().__init__()
-            self.automatic_optimization = False
-
+    class Manual(SteppedByHand, ShardedNet):
         def training_step(self, batch: Any, batch_idx: int) -> None:
-            optimizer = self.optimizers()
-            optimizer.zero_grad()
-            self.manual_backward(super().training_step(batch, batch_idx))
-            optimizer.step()
+            super().training_step(batch, batch_idx)
             with torch.no_grad():
                 self(batch[0])  # leaves the root gathered
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import pickle
 import random
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -22,7 +21,7 @@ import lightning_tricks as lt
 from lightning_tricks import Mixup
 from tests.callbacks.test_mixup import feed
 from tests.core.batches.test_mixing import ImageNet, Watch, images
-from tests.nets import PlainNet, assert_equal, build, fit, loader, trainer, weights
+from tests.nets import PlainNet, SteppedByHand, assert_equal, build, fit, loader, trainer, weights
 
 ONCE = {"max_epochs": 1, "limit_val_batches": 0}
 
@@ -83,8 +82,6 @@ def test_global_random_numbers_are_not_drawn_from() -> None:
 
 
 # ---- hooks of transfer
-
-HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
 
 class Doubling:
@@ -168,17 +165,10 @@ def test_skipped_batches_and_none_are_nobodys_fault() -> None:
 
 
 def test_manual_optimization_may_skip_batches() -> None:
-    class Manual(PlainNet):
-        def __init__(self) -> None:
-            super().__init__()
-            self.automatic_optimization = False
-
+    class Manual(SteppedByHand, PlainNet):
         def training_step(self, batch: Any, batch_idx: int) -> None:
             if batch_idx % 2 == 0:
-                optimizer = self.optimizers()
-                optimizer.zero_grad()
-                self.manual_backward(F.cross_entropy(self(batch[0]), batch[1]))
-                optimizer.step()
+                super().training_step(batch, batch_idx)
 
     assert fit(build(Manual), callbacks=[Mixup()]).global_step == 6
 
@@ -251,26 +241,3 @@ def test_the_wrapper_is_gone_and_a_second_fit_equals_a_fresh_one(where: str | No
         fit(module, callbacks=[*watch.callbacks, watch])
     assert watches[0].numbers() == watches[1].numbers()
     assert_equal(weights(again), weights(fresh))
-
-
-def test_callbacks_can_be_pickled_and_copied_before_during_and_after() -> None:
-    copies: list[Any] = []
-
-    def take(*_: Any) -> None:
-        copies.extend(
-            change(each) for each in callbacks for change in (copy.deepcopy, lambda c: pickle.loads(pickle.dumps(c)))
-        )
-
-    callbacks = [Mixup(1.0), lt.CutMix(), lt.HiddenMixup("layers.2"), lt.HardExampleFilter()]
-    take()
-    spy = LambdaCallback(on_train_batch_start=take, on_validation_start=take, on_before_backward=take)
-    module = build(ImageNet)
-    fit(module, train=images(), val=images(), callbacks=[*callbacks, spy], max_epochs=1)
-    take()
-    assert len(copies) == 8 * (1 + 6 + 1 + 6 + 1)
-    first, later = build(ImageNet), build(ImageNet)
-    fit(first, train=images(), val=images(), callbacks=callbacks)
-    for number in (0, 24, len(copies) - 8):
-        later = build(ImageNet)
-        fit(later, train=images(), val=images(), callbacks=copies[number : number + 8 : 2])
-        assert_equal(weights(first), weights(later))

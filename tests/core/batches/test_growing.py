@@ -17,9 +17,7 @@ from torch import Tensor, nn
 import lightning_tricks as lt
 from lightning_tricks.functional import growing_size
 from tests.callbacks.test_mixup import feed
-from tests.callbacks.test_swa import Resumable
-from tests.nets import SaveAt, Stream, assert_equal, build, fit, trainer, weights
-from tests.ranks import run_cases
+from tests.nets import Stream, assert_equal, build, fit, trainer, weights
 
 FULL, STEPS = 64, 12
 
@@ -129,14 +127,6 @@ def noting(module: Any, **settings: Any) -> Any:
     return module
 
 
-class Items(Resumable):
-    """Of given batches."""
-
-    def __init__(self, batches: list[Any]) -> None:
-        super().__init__()
-        self.batches = batches
-
-
 KINDS = [lt.ProgressiveResizing, lt.SequenceLengthWarmup]
 
 
@@ -162,14 +152,6 @@ def test_durations_are_steps_or_fractions_up_to_the_very_end(stop: float, steps:
 def test_growth_waits_for_its_start() -> None:
     module = seen(lt.ProgressiveResizing(0.5, start=0.25, stop=0.75, multiple_of=2))
     assert [shape[-1] for _, shape in module.noted] == [naive_size(step, FULL, 0.5, 3, 9, 2) for step in range(STEPS)]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("settings", [{"initial": 1.0}, {"stop": 0}, {"initial": 1}], ids=str)
-def test_without_growth_it_is_bit_equal_to_no_callback(kind: Any, settings: dict[str, Any]) -> None:
-    given, module = feed(*samples(kind())), build(Sized)
-    fit(module, train=given, val=given, max_epochs=1)
-    assert_equal(weights(seen(kind(**settings))), weights(module))
 
 
 def test_a_fraction_of_a_training_of_unknown_length_is_refused() -> None:
@@ -202,22 +184,6 @@ def test_compiled_networks_meet_eight_sizes(kind: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_resumed_fit_goes_on_where_it_was(kind: Any, tmp_path: Any) -> None:
-    def growth() -> Any:
-        return kind(0.25, stop=9, multiple_of=4)
-
-    given = samples(growth())
-    loader = {"max_epochs": 1, "limit_val_batches": 0}
-    straight = noting(build(Sized), callbacks=[growth()], train=Items(given), **loader)
-    save = SaveAt(tmp_path / "half.ckpt", step=5)
-    noting(build(Sized), callbacks=[growth(), save], train=Items(given), **loader)
-    again = {"train": Items(given), "ckpt_path": tmp_path / "half.ckpt"}
-    resumed = noting(build(Sized), callbacks=[growth()], **again, **loader)
-    assert resumed.noted == straight.noted[5:]
-    assert_equal(weights(resumed), weights(straight))
-
-
-@pytest.mark.parametrize("kind", KINDS)
 def test_a_fit_after_an_interrupted_one_has_the_sizes_of_the_plan(kind: Any) -> None:
     growth, module = kind(0.25, stop=0.75, multiple_of=1), build(Sized)
     given, left = feed(*samples(growth)), iter([False] * (STEPS + 2) + [True])
@@ -234,20 +200,6 @@ def test_a_fit_after_an_interrupted_one_has_the_sizes_of_the_plan(kind: Any) -> 
     run.fit(module, given, given)  # the epoch that was interrupted begins again
     sizes = [naive_size(step, FULL, 0.25, 0, 18, 1) for step in range(STEPS, 2 * STEPS)]
     assert [shape[-1] for _, shape in NOTED] == sizes
-
-
-def two_ranks(kind: Any) -> list[Any]:
-    crop = {"mode": "crop"} if kind is lt.ProgressiveResizing else {}
-    module = seen(kind(0.25, stop=9, multiple_of=4, **crop), strategy="ddp", devices=2, use_distributed_sampler=False)
-    return module.noted
-
-
-def test_every_rank_has_the_same_size() -> None:
-    cases = run_cases(two_ranks, KINDS)
-    for kind in KINDS:
-        one, two = cases[kind]
-        assert one == two
-        assert len({shape for _, shape in one}) > 5
 
 
 class Sharp(lt.SAMMixin, Sized):

@@ -16,11 +16,22 @@ import lightning_tricks as lt
 from lightning_tricks import Mixup
 from lightning_tricks.core.batches.pipeline import chosen
 from lightning_tricks.core.mixed_targets.target import MixedTarget
-from tests.callbacks.test_swa import Resumable
 from tests.core.batches.test_callback import ONCE, fail, watched
 from tests.core.batches.test_mixing import ImageNet, Watch, images
 from tests.few import few
-from tests.nets import NormNet, PlainNet, SaveAt, SteppedByHand, assert_equal, build, fit, loader, rank_loader, weights
+from tests.nets import (
+    NormNet,
+    PlainNet,
+    Resumable,
+    SaveAt,
+    SteppedByHand,
+    assert_equal,
+    build,
+    fit,
+    loader,
+    rank_loader,
+    weights,
+)
 from tests.ranks import run_ranks
 
 # ---- one of several
@@ -118,12 +129,9 @@ AFTER = ["on_train_batch_end", "on_validation_start", "on_validation_batch_start
 AFTER += ["on_validation_end"]
 
 
-class Even(Resumable):
+def even() -> Resumable:
     """Six batches of the same size."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.batches = list(loader(48))
+    return Resumable(list(loader(48)))
 
 
 @pytest.mark.few(1)
@@ -153,13 +161,13 @@ def test_a_checkpoint_of_any_hook_goes_on_with_the_next_number(settings: Any, fi
 
     (watch, callbacks), module = watched(prob=0.8), build(PlainNet)
     saves = [save(hook) for hook in [*BEFORE, *AFTER]]
-    fit(module, train=Even(), callbacks=[*saves, *callbacks] if first else [*callbacks, *saves], **settings)
+    fit(module, train=even(), callbacks=[*saves, *callbacks] if first else [*callbacks, *saves], **settings)
     whole = watch.numbers()
     made = [hook for hook in [*BEFORE, *AFTER] if (tmp_path / hook).exists()]
     assert len(made) >= 9
     for hook in made:
         (watch, callbacks), resumed = watched(prob=0.8), build(PlainNet)
-        fit(resumed, train=Even(), callbacks=callbacks, ckpt_path=tmp_path / hook, **settings)
+        fit(resumed, train=even(), callbacks=callbacks, ckpt_path=tmp_path / hook, **settings)
         if hook in BEFORE:  # the step is made again, though the loader has gone on to the next batch
             assert watch.numbers()[:2] == whole[3:5], hook
         else:

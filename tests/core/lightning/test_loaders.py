@@ -20,7 +20,7 @@ from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.combined_loader import _SUPPORTED_MODES
 from torch import Tensor
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from lightning_tricks.core.lightning.loaders import (
     loaders_untouched,
@@ -31,7 +31,6 @@ from lightning_tricks.core.lightning.loaders import (
     training_steps,
 )
 from tests.nets import PlainNet, build, data, fit, loader, trainer
-from tests.ranks import run_ranks
 
 MODES = ("min_size", "max_size", "max_size_cycle")  # and "sequential", which the fit loop refuses
 
@@ -107,14 +106,6 @@ def test_overfitting_counts_the_dataset_and_not_its_sampler() -> None:
     assert run.global_step == 3
 
 
-def test_a_second_fit_counts_its_own_loader() -> None:
-    run, module = trainer(max_epochs=1, limit_val_batches=0), build(Counting)
-    for size, batches in ((44, 6), (16, 2)):
-        run.fit_loop.max_epochs = run.current_epoch + 1
-        run.fit(module, loader(size), loader(8))
-        assert module.counts == [batches, batches]
-
-
 class Stream(IterableDataset[Any]):
     def __iter__(self) -> Any:
         return iter(data(16))
@@ -139,23 +130,6 @@ def test_a_stream_is_not_counted_whatever_it_says(stream: type[Stream], together
 
 def test_without_data_nothing_is_counted() -> None:
     assert train_batches(trainer()) is None
-
-
-def count_on_ranks() -> tuple[Any, ...]:
-    modules = [build(Counting) for _ in range(2)]
-    settings: dict[str, Any] = {"strategy": "ddp", "devices": 2, "max_epochs": 1, "limit_val_batches": 0}
-    steps = [fit(modules[0], **settings).global_step]
-    fit(modules[1], train=loader(16), use_distributed_sampler=False, **settings)
-    samplers = type(modules[0].trainer.train_dataloader.sampler) is DistributedSampler
-    return (modules[0].counts, modules[1].counts, steps, samplers)
-
-
-def test_two_ranks_count_with_their_samplers() -> None:
-    for sampled, own, steps, samplers in run_ranks(count_on_ranks):
-        assert samplers, "Lightning injects another sampler than DistributedSampler"
-        assert sampled == [3, 3]
-        assert own == [2, 2]
-        assert steps == [3]
 
 
 def test_lightning_asks_processes_and_limits_loaders_as_ever() -> None:

@@ -15,12 +15,12 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 from torchmetrics.classification import MulticlassAccuracy
 
 import lightning_tricks as lt
 from lightning_tricks.core.replay.rerun import is_replaying
+from tests.modules.sam.test_rules import RandomStates, Reductions
 from tests.nets import (
     Net,
     NormNet,
@@ -286,32 +286,22 @@ class StopsAt(Callback):
             raise RuntimeError("planned")
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-def test_resume_is_bit_exact(precision: str, tmp_path: Any) -> None:
+def test_resume_is_bit_exact(tmp_path: Any) -> None:
     class Decaying(SharpNorm):
         def configure_optimizers(self) -> Any:
             optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
             return [optimizer], [{"scheduler": LambdaLR(optimizer, lambda n: 0.9**n), "interval": "step"}]
 
-    whole, half, rest = (prepared(Decaying, (precision, 1, 0.1)) for _ in range(3))
-    fit(whole, max_epochs=4, precision=precision)
-    fit(half, max_epochs=2, precision=precision).save_checkpoint(tmp_path / "x.ckpt")
-    run = fit(rest, max_epochs=4, ckpt_path=tmp_path / "x.ckpt", precision=precision)
+    whole, half, rest = (prepared(Decaying, ("32-true", 1, 0.1)) for _ in range(3))
+    fit(whole, max_epochs=4)
+    fit(half, max_epochs=2).save_checkpoint(tmp_path / "x.ckpt")
+    run = fit(rest, max_epochs=4, ckpt_path=tmp_path / "x.ckpt")
     assert_equal(weights(whole), weights(rest))
     assert run.global_step == 24
     assert run.lr_scheduler_configs[0].scheduler.last_epoch == 24
 
 
 # ---- the second run is not seen
-
-
-class RandomStates(Callback):
-    def __init__(self) -> None:
-        self.states: list[Tensor] = []
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        self.states.append(torch.get_rng_state())
 
 
 def assert_seen_alike(plain: Any, sharp: Any, **settings: Any) -> None:
@@ -522,20 +512,6 @@ def test_a_call_outside_of_manual_optimization_is_refused(method: str) -> None:
 
 BY_HAND: list[Case] = [("32-true", 1, 0.1), ("32-true", 2, None), ("scaled", 4, None)]
 RANKS = {"devices": 2, "use_distributed_sampler": False}
-
-
-class Reductions(Callback):
-    """Counts the all-reduces of gradients."""
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        trainer.strategy.model.register_comm_hook(None, self._note)
-
-    def _note(self, group, bucket):  # torch looks at annotations
-        self.count += 1
-        return allreduce_hook(group, bucket)
 
 
 def ended(module: Any) -> dict[str, Any]:
