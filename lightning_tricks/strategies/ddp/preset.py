@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from inspect import signature
 from typing import Any, final
 
@@ -20,7 +20,7 @@ from lightning_tricks.core.checks import check_bool, some
 from lightning_tricks.core.conflicts import Conflict
 from lightning_tricks.core.lightning.trainer import grad_scaler, keep_user_samplers
 from lightning_tricks.strategies.base import PresetPrecision, PresetStrategy
-from lightning_tricks.strategies.ddp.compression import Compression, Compressor, LocalSGD, make_compressor
+from lightning_tricks.strategies.ddp.compression import Compression, Compressor, LocalSGD, average, make_compressor
 
 __all__ = ["DDPPreset"]
 
@@ -100,15 +100,25 @@ class DDPPreset(PresetStrategy, DDPStrategy):
 
     conflicts = (
         Conflict(
-            ("Averaging", "WeightAveraging", "StochasticWeightAveraging"),
-            "with compression='local_sgd' each node has other weights between averages, and an average over steps needs"
-            " equal ones",
-            "Remove the callback, or choose compression='bf16' or 'powersgd'",
-            lambda preset, other: (
-                preset.compression == "local_sgd"
-                and not preset.is_single_process
-                and getattr(other, "module", None) is None  # a teacher that is another module
-            ),
+            ("WeightAveraging", "StochasticWeightAveraging"),
+            "with compression='local_sgd' each node has other weights between averages, and these average those of rank"
+            " 0",
+            "Take EMA or SWA, or choose compression='bf16' or 'powersgd'",
+            lambda preset, other: preset.is_apart,
+        ),
+        Conflict(
+            ("TeachingCallback",),
+            "with compression='local_sgd' each node has other weights between averages, and would learn from an average"
+            " of its own",
+            "Remove the callback, give it another module as the teacher, or choose compression='bf16' or 'powersgd'",
+            lambda preset, other: preset.is_apart and other.module is None,
+        ),
+        Conflict(
+            ("AveragingCallback", "PostHocEMA"),
+            "with compression='local_sgd' each node skips the steps that overflow in fp16 by itself, and the averages"
+            " would be over other steps on each",
+            "Choose precision='bf16-mixed' or '32-true', or remove the callback",
+            lambda preset, other: preset.is_apart and preset.precision == "16-mixed",
         ),
         Conflict(
             ("RewindOnSpike",),
@@ -164,6 +174,11 @@ class DDPPreset(PresetStrategy, DDPStrategy):
         )
 
     @property
+    def is_apart(self) -> bool:
+        """Whether several processes train with "local_sgd"."""
+        return self.compression == "local_sgd" and not self.is_single_process
+
+    @property
     def has_outer_optimizer(self) -> bool:
         """Whether "local_sgd" has an outer optimizer."""
         return isinstance(self._compressor, LocalSGD) and self._compressor.has_outer
@@ -204,6 +219,20 @@ class DDPPreset(PresetStrategy, DDPStrategy):
         """The compressor, if the model is wrapped in DDP."""
         return self._compressor if isinstance(self.model, DistributedDataParallel) else None
 
+    @property
+    def trains_apart(self) -> bool:
+        """Whether ranks may have weights of their own at present."""
+        return isinstance(self._active, LocalSGD)
+
+    def average_weights(self) -> None:
+        """Replace weights that differ between ranks by their means; all ranks take part."""
+        if self._active:
+            self._active.average_weights()
+
+    def average(self, tensors: Sequence[Tensor]) -> None:
+        """Replace tensors on the device by their means over the ranks, in place."""
+        average(tensors)
+
     @override
     def on_train_start(self) -> None:
         super().on_train_start()
@@ -224,19 +253,19 @@ class DDPPreset(PresetStrategy, DDPStrategy):
     @override
     def on_validation_start(self) -> None:
         super().on_validation_start()
-        self._average_weights()
+        self.average_weights()
 
     @override
     def on_train_end(self) -> None:
         super().on_train_end()
-        self._average_weights()
+        self.average_weights()
         if self._active:
             for optimizer in self.optimizers:  # The user may save a checkpoint after the fit.
                 self._active.average_states(optimizer)
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        self._average_weights()
+        self.average_weights()
         return super().lightning_module_state_dict()
 
     @override
@@ -271,10 +300,6 @@ class DDPPreset(PresetStrategy, DDPStrategy):
         if self._active:
             self._active.end()
         super().teardown()
-
-    def _average_weights(self) -> None:
-        if self._active:
-            self._active.average_weights()
 
     def _check_local_sgd(self, trainer: L.Trainer) -> None:
         """Raise for optimizers whose states are not those of one process, or have no mean."""
