@@ -100,7 +100,7 @@ class AveragingCallback(Averaging):
             self._wrap(loop, "run", partial(self._validate_both, trainer))
 
     def _validate_both(self, trainer: L.Trainer, run: Callable[[], Any]) -> Any:
-        self._shared.agree()  # callbacks have no part in the first of the two validations
+        self._shared.agree()  # before a strategy averages weights that are still being copied to the host
         return self._raw_metrics.validate(trainer, run)
 
     def _begin_anew(self, weights: LocalWeights) -> None:

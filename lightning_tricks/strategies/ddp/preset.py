@@ -50,7 +50,8 @@ class DDPPreset(PresetStrategy, DDPStrategy):
     at least halves the bytes, and adds the error to the next gradient. Errors are not saved: a resumed fit starts
     without them and with two uncompressed steps. "local_sgd" averages gradients within a node only (with a single node
     not at all) and the weights of all nodes every ``local_sgd_period`` steps, before validation and at the end of each
-    epoch. A checkpoint averages weights and optimizer states, so that resuming from it is exact.
+    epoch. A checkpoint averages weights and optimizer states, so that resuming from it is exact. ``EMA``, ``SWA`` and
+    ``PostHocEMA`` are averages over the steps of the mean weights.
 
     With ``outer_lr`` and ``outer_momentum`` that is DiLoCo: ``x`` are the weights of the last synchronisation, ``y``
     the mean of the ranks' weights, and every ``local_sgd_period`` steps ``g = x - y``, ``m = outer_momentum * m + g``,
@@ -81,9 +82,10 @@ class DDPPreset(PresetStrategy, DDPStrategy):
         TypeError: For a value of the wrong type, or an argument that neither of them has.
         ValueError: If a compression argument is out of range or has no effect, or if a ``ddp_comm_hook`` is given
             in addition to a compression.
-        MisconfigurationException: When training starts with "local_sgd" and a callback that averages weights, or an
-            optimizer that shards its states: the weights of the ranks differ between averages. With more fragments than
-            layers. With an outer optimizer and ``RewindOnSpike`` or Lookahead, which set weights back by themselves.
+        MisconfigurationException: When training starts with "local_sgd" and Lightning's averages of weights, a teacher
+            that is one, averages of ours in "16-mixed", or an optimizer that shards its states: the weights of the
+            ranks differ between averages. With more fragments than layers. With an outer optimizer and
+            ``RewindOnSpike`` or Lookahead, which set weights back by themselves.
 
     Example:
         >>> import lightning as L
