@@ -58,6 +58,7 @@ def _public(other: str) -> list[str]:
         "Averaging": ["EMA", "SWA", "PostHocEMA", "Teacher", "Distill"],
         "GradCacheHooks": ["GradCacheMixin"],
         "AveragingCallback": ["EMA", "SWA"],
+        "TeachingCallback": ["Teacher", "Distill"],
         "MixingCallback": ["Mixup", "CutMix", "HiddenMixup"],
         "SAMHooks": ["SAMMixin", "SAMCallback"],
         "GradientCallback": ["AdaptiveClip", "AutoClip", "GradientStats", "InspectTraining"],

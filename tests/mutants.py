@@ -92,8 +92,8 @@ MUTANTS = {
         "callbacks/test_ema.py::test_buffers_that_were_made_in_inference_mode_are_averaged",
     ),
     "the ranks have other averaged buffers": Mutant(
-        "core/averaging/coordinator.py",
-        '        average.copy_(trainer.strategy.reduce(here, reduce_op="mean"))',
+        "core/averaging/agree.py",
+        "        copy_(tensors[bucket], means)",
         "        pass",
         "core/averaging/test_ranks.py::test_averaged_statistics_are_the_same_on_all_ranks_and_the_mean_of_theirs",
     ),

@@ -212,8 +212,9 @@ class EMA(AveragingCallback):
     monitors a ``_raw`` metric saves the raw weights, any other the averaged weights.
 
     Under FSDP2 and DeepSpeed ZeRO a rank averages its own shard (under ZeRO of the fp32 master weights), and nothing is
-    gathered. Several averages can run together if their decays differ and all but one have ``validate="raw",
-    at_end="raw"``.
+    gathered. Under local SGD and DiLoCo a rank averages its own weights, and the mean over the ranks is taken before
+    the average is validated, saved or read, which is the average of the mean weights. Several averages can run together
+    if their decays differ and all but one have ``validate="raw", at_end="raw"``.
     ``tricks/ema_decay`` and ``tricks/ema_distance``, the averages' distance from the weights over the weights' norm,
     are logged every ``log_every_n_steps``.
 

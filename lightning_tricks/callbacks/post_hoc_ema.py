@@ -21,6 +21,7 @@ from typing_extensions import override
 
 from lightning_tricks.checkpoints.files import folder_of
 from lightning_tricks.checkpoints.post_hoc import check_length, power_of, snapshot_name, snapshots_in
+from lightning_tricks.core.averaging.agree import agree_on
 from lightning_tricks.core.averaging.averages import Averages
 from lightning_tricks.core.averaging.coordinator import Averaging, coordinator_of
 from lightning_tricks.core.averaging.state import callback_state, local_state
@@ -257,11 +258,12 @@ class PostHocEMA(Averaging):
         averages.track({name: part for name, part in found.items() if joined or name in averages.tensors})
 
     def _snapshot(self, trainer: L.Trainer) -> None:
-        """Write a file for each average after a new step; all ranks take part where weights are sharded."""
+        """Write a file for each average after a new step; all ranks take part."""
         step, folder = self._steps_so_far, Path(self.folder) / self._run
         if step == self._saved or trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
         for length, averages in self._averages.items():
+            agree_on(trainer, averages)
             _write(averages, folder / snapshot_name(step, length) if trainer.is_global_zero else None)
         for later in snapshots_in(folder) if trainer.is_global_zero else ():
             if later.step > self._saved and later.step != step:

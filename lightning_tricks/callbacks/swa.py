@@ -125,6 +125,7 @@ class SWA(AveragingCallback):
             self._snapshot(averages)
         if self.recalibrate_batchnorm and averages.updates:
             try:
+                self._shared.agree()
                 recalibrate_averages(trainer, averages)
             except Exception as error:
                 self._failure = error  # raised after the last validation and the last checkpoint

@@ -45,6 +45,7 @@ class Averages:
         self.steps = 0
         self.updates = 0
         self.tracks = False  # whether averaging has begun, also on a rank that holds no weights
+        self.agreed = False  # whether they have not changed since the ranks took their means
         self._tensors: dict[str, Tensor] = {}
         self._places: list[Place] = []
         self._weights: dict[str, Tensor] = {}  # the averaged parameters and buffers, which may be renamed
@@ -63,9 +64,13 @@ class Averages:
     @property
     def tensors(self) -> dict[str, Tensor]:
         """The averages by name; while the averaged weights are shown, these hold raw values."""
+        self.synchronize()
+        return self._tensors
+
+    def synchronize(self) -> None:
+        """Finish the update that is in progress."""
         if self._offload is not None:
             self._offload.synchronize()
-        return self._tensors
 
     def parts(self) -> list[Tensor]:
         """The local weights that have an average, in the order of the averages."""
@@ -126,6 +131,7 @@ class Averages:
         for name in [name for name in dict(self.module.named_buffers()) if name not in chosen]:
             self.tensors.pop(name, None)
         new = {name: weight for name, weight in chosen.items() if name not in self.tensors}
+        self.agreed = self.agreed and not new
         self.tensors.update(zip(new, copies(list(new.values()), self.device), strict=True))
         for (name, average), part in zip(list(self.tensors.items()), self.parts(), strict=True):
             self._tensors[name] = average.to(self.device or part.device)
@@ -141,7 +147,7 @@ class Averages:
     @torch.no_grad()
     def restore(self, tensors: Mapping[str, Tensor], steps: int, updates: int, tracks: bool) -> None:
         """Restore earlier averages, after the weights; averages that began since then become copies of the weights."""
-        self.steps, self.updates, self.tracks = steps, updates, tracks
+        self.steps, self.updates, self.tracks, self.agreed = steps, updates, tracks, False
         for (name, average), part in zip(self.tensors.items(), self.parts(), strict=True):
             average.copy_(tensors.get(name, part))
         if not tracks:
@@ -166,6 +172,7 @@ class Averages:
         else:
             lerp_same_dtype_(averages, parts, fraction)
         self.updates += 1
+        self.agreed = False
 
     def guard(self) -> None:
         """Let the device wait for copies of the weights that are in progress, before the weights change."""
@@ -294,6 +301,7 @@ class Averages:
     def adopt(self, tensors: dict[str, Tensor], steps: int, updates: int) -> None:
         """Take tensors for the averages; the module has its raw weights, which may just have been written."""
         self._tensors, self.steps, self.updates, self.tracks = tensors, steps, updates, bool(tensors)
+        self.agreed = True  # all ranks have read the same checkpoint
         self.weights.update_model()
 
 

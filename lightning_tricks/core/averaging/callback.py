@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -16,8 +16,9 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from typing_extensions import override
 
+from lightning_tricks.core.averaging.agree import apart
 from lightning_tricks.core.averaging.averages import Averages, Which
-from lightning_tricks.core.averaging.coordinator import Averaging, Coordinator, agree_on_buffers, coordinator_of
+from lightning_tricks.core.averaging.coordinator import Averaging, Coordinator, coordinator_of
 from lightning_tricks.core.averaging.resume import find_state, has_swalr, load
 from lightning_tricks.core.averaging.state import callback_state, for_lightning
 from lightning_tricks.core.averaging.validation import RawMetrics
@@ -96,7 +97,11 @@ class AveragingCallback(Averaging):
             self._begin_anew(weights)
         if self.validate == "both":
             loop = trainer.fit_loop.epoch_loop.val_loop
-            self._wrap(loop, "run", partial(self._raw_metrics.validate, trainer))
+            self._wrap(loop, "run", partial(self._validate_both, trainer))
+
+    def _validate_both(self, trainer: L.Trainer, run: Callable[[], Any]) -> Any:
+        self._shared.agree()  # before a strategy averages weights that are still being copied to the host
+        return self._raw_metrics.validate(trainer, run)
 
     def _begin_anew(self, weights: LocalWeights) -> None:
         self._averages = Averages(weights, self.device)
@@ -188,7 +193,7 @@ class AveragingCallback(Averaging):
     @override
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if is_fitting(trainer):
-            agree_on_buffers(trainer, self._running)
+            self._shared.agree()
             self._shared.show(self._running, "raw" if self.validate == "raw" else "averaged")
 
     @override
@@ -202,7 +207,7 @@ class AveragingCallback(Averaging):
     @override
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._shared.finish()
-        agree_on_buffers(trainer, self._running)
+        self._shared.agree()
         self._shared.show(self._running, self.at_end)
 
     def _require_before_pruning(self, trainer: L.Trainer) -> None:
@@ -262,6 +267,8 @@ class AveragingCallback(Averaging):
     def averaged(self, pl_module: nn.Module) -> Iterator[None]:
         """Put the averaged weights into ``pl_module`` inside the ``with`` block, and the earlier ones back after it.
 
+        Under local SGD all ranks take part during a fit, and average their weights as for a validation.
+
         Args:
             pl_module: The module that was, or is being, trained with this callback.
 
@@ -272,6 +279,8 @@ class AveragingCallback(Averaging):
             raise ValueError(
                 f"This {type(self).__name__} has no average of that {type(pl_module).__name__}: fit it first."
             )
+        if apart(self._shared.trainer):
+            self._shared.agree()
         with self._shared.showing_only(self._averages):
             yield
 

@@ -13,6 +13,7 @@ from weakref import ref
 import lightning as L
 from typing_extensions import override
 
+from lightning_tricks.core.averaging.agree import agree_on, apart
 from lightning_tricks.core.averaging.averages import Averages, Which
 from lightning_tricks.core.averaging.resume import AsSaved, copies_in
 from lightning_tricks.core.averaging.state import saving_shards
@@ -20,11 +21,11 @@ from lightning_tricks.core.lightning.patching import wrap_method
 from lightning_tricks.core.lightning.step_watch import StepObserver
 from lightning_tricks.core.lightning.trainer import callbacks_of
 from lightning_tricks.core.trick import Trick
-from lightning_tricks.core.weights.tensors import float_buffers, hidden_from_autograd
+from lightning_tricks.core.weights.tensors import hidden_from_autograd
 
 
 class Averaging(Trick, ABC):
-    """A callback with averages of the weights, which need equal weights on all ranks, and which a rewind restores.
+    """A callback with averages of the weights, which a rewind restores.
 
     It says when the averages are updated, and by how much. The rest is up to the coordinator of its Trainer.
     """
@@ -145,6 +146,16 @@ class Coordinator:
 
     # -- which weights the module holds -------------------------------------------------------------------------------
 
+    def agree(self) -> None:
+        """Let all ranks have the same averages, and weights, before they are seen or saved; all ranks take part."""
+        running = self._all()
+        if strategy := apart(self.trainer):
+            for averages in running:
+                averages.synchronize()  # with copies of the weights that are under way
+            strategy.average_weights()
+        for averages in running:
+            agree_on(self.trainer, averages)
+
     def show(self, averages: Averages, which: Which) -> None:
         """Put the averaged or the raw weights into the module, and save what had to wait until they are there."""
         averages.show(which)
@@ -199,9 +210,11 @@ class Coordinator:
             return
         for callback in self._fitting:
             callback.catch_up(self.trainer)  # the save may come between a step and on_train_batch_end
-            for averages in callback.running().values():
-                agree_on_buffers(self.trainer, averages)
         owners, saved = self._owners(), dict[str, Averages]()
+        if self._fitting or apart(self.trainer):
+            self.agree()
+            for averages in [one for each in owners if each not in self._fitting for one in each.running().values()]:
+                averages.remember_weights()  # an exception has left the ranks with weights of their own until now
         with ExitStack() as stack:
             for callback in self._callbacks():
                 callback.is_foreign = callback not in owners
@@ -245,13 +258,3 @@ def coordinator_of(trainer: L.Trainer) -> Coordinator:
         coordinator = Coordinator(trainer)
         setattr(trainer, NAME, coordinator)
     return coordinator
-
-
-def agree_on_buffers(trainer: L.Trainer, averages: Averages) -> None:
-    """Replace the averaged buffers by their mean over the ranks, since BatchNorm sees other samples on every rank."""
-    if trainer.world_size == 1 or averages.holds == "averaged":  # they agreed before the averages were shown
-        return
-    buffers = float_buffers(averages.module)
-    for average in [average for name, average in averages.tensors.items() if name in buffers]:
-        here = average.to(trainer.strategy.root_device, copy=True)
-        average.copy_(trainer.strategy.reduce(here, reduce_op="mean"))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from inspect import signature
 from typing import Any, final
 
@@ -20,7 +20,7 @@ from lightning_tricks.core.checks import check_bool, some
 from lightning_tricks.core.conflicts import Conflict
 from lightning_tricks.core.lightning.trainer import grad_scaler, keep_user_samplers
 from lightning_tricks.strategies.base import PresetPrecision, PresetStrategy
-from lightning_tricks.strategies.ddp.compression import Compression, Compressor, LocalSGD, make_compressor
+from lightning_tricks.strategies.ddp.compression import Compression, Compressor, LocalSGD, average, make_compressor
 
 __all__ = ["DDPPreset"]
 
@@ -50,7 +50,8 @@ class DDPPreset(PresetStrategy, DDPStrategy):
     at least halves the bytes, and adds the error to the next gradient. Errors are not saved: a resumed fit starts
     without them and with two uncompressed steps. "local_sgd" averages gradients within a node only (with a single node
     not at all) and the weights of all nodes every ``local_sgd_period`` steps, before validation and at the end of each
-    epoch. A checkpoint averages weights and optimizer states, so that resuming from it is exact.
+    epoch. A checkpoint averages weights and optimizer states, so that resuming from it is exact. ``EMA``, ``SWA`` and
+    ``PostHocEMA`` are averages over the steps of the mean weights.
 
     With ``outer_lr`` and ``outer_momentum`` that is DiLoCo: ``x`` are the weights of the last synchronisation, ``y``
     the mean of the ranks' weights, and every ``local_sgd_period`` steps ``g = x - y``, ``m = outer_momentum * m + g``,
@@ -81,9 +82,10 @@ class DDPPreset(PresetStrategy, DDPStrategy):
         TypeError: For a value of the wrong type, or an argument that neither of them has.
         ValueError: If a compression argument is out of range or has no effect, or if a ``ddp_comm_hook`` is given
             in addition to a compression.
-        MisconfigurationException: When training starts with "local_sgd" and a callback that averages weights, or an
-            optimizer that shards its states: the weights of the ranks differ between averages. With more fragments than
-            layers. With an outer optimizer and ``RewindOnSpike`` or Lookahead, which set weights back by themselves.
+        MisconfigurationException: When training starts with "local_sgd" and Lightning's averages of weights, a teacher
+            that is one, averages of ours in "16-mixed", or an optimizer that shards its states: the weights of the
+            ranks differ between averages. With more fragments than layers. With an outer optimizer and
+            ``RewindOnSpike`` or Lookahead, which set weights back by themselves.
 
     Example:
         >>> import lightning as L
@@ -100,15 +102,25 @@ class DDPPreset(PresetStrategy, DDPStrategy):
 
     conflicts = (
         Conflict(
-            ("Averaging", "WeightAveraging", "StochasticWeightAveraging"),
-            "with compression='local_sgd' each node has other weights between averages, and an average over steps needs"
-            " equal ones",
-            "Remove the callback, or choose compression='bf16' or 'powersgd'",
-            lambda preset, other: (
-                preset.compression == "local_sgd"
-                and not preset.is_single_process
-                and getattr(other, "module", None) is None  # a teacher that is another module
-            ),
+            ("WeightAveraging", "StochasticWeightAveraging"),
+            "with compression='local_sgd' each node has other weights between averages, and these average those of rank"
+            " 0",
+            "Take EMA or SWA, or choose compression='bf16' or 'powersgd'",
+            lambda preset, other: preset.is_apart,
+        ),
+        Conflict(
+            ("TeachingCallback",),
+            "with compression='local_sgd' each node has other weights between averages, and would learn from an average"
+            " of its own",
+            "Remove the callback, give it another module as the teacher, or choose compression='bf16' or 'powersgd'",
+            lambda preset, other: preset.is_apart and other.module is None,
+        ),
+        Conflict(
+            ("AveragingCallback", "PostHocEMA"),
+            "with compression='local_sgd' each node skips the steps that overflow in fp16 by itself, and the averages"
+            " would be over other steps on each",
+            "Choose precision='bf16-mixed' or '32-true', or remove the callback",
+            lambda preset, other: preset.is_apart and preset.precision == "16-mixed",
         ),
         Conflict(
             ("RewindOnSpike",),
@@ -164,6 +176,11 @@ class DDPPreset(PresetStrategy, DDPStrategy):
         )
 
     @property
+    def is_apart(self) -> bool:
+        """Whether several processes train with "local_sgd"."""
+        return self.compression == "local_sgd" and not self.is_single_process
+
+    @property
     def has_outer_optimizer(self) -> bool:
         """Whether "local_sgd" has an outer optimizer."""
         return isinstance(self._compressor, LocalSGD) and self._compressor.has_outer
@@ -204,6 +221,20 @@ class DDPPreset(PresetStrategy, DDPStrategy):
         """The compressor, if the model is wrapped in DDP."""
         return self._compressor if isinstance(self.model, DistributedDataParallel) else None
 
+    @property
+    def trains_apart(self) -> bool:
+        """Whether ranks may have weights of their own at present."""
+        return isinstance(self._active, LocalSGD)
+
+    def average_weights(self) -> None:
+        """Replace weights that differ between ranks by their means; all ranks take part."""
+        if self._active:
+            self._active.average_weights()
+
+    def average(self, tensors: Sequence[Tensor]) -> None:
+        """Replace tensors on the device by their means over the ranks, in place."""
+        average(tensors)
+
     @override
     def on_train_start(self) -> None:
         super().on_train_start()
@@ -224,19 +255,19 @@ class DDPPreset(PresetStrategy, DDPStrategy):
     @override
     def on_validation_start(self) -> None:
         super().on_validation_start()
-        self._average_weights()
+        self.average_weights()
 
     @override
     def on_train_end(self) -> None:
         super().on_train_end()
-        self._average_weights()
+        self.average_weights()
         if self._active:
             for optimizer in self.optimizers:  # The user may save a checkpoint after the fit.
                 self._active.average_states(optimizer)
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        self._average_weights()
+        self.average_weights()
         return super().lightning_module_state_dict()
 
     @override
@@ -271,10 +302,6 @@ class DDPPreset(PresetStrategy, DDPStrategy):
         if self._active:
             self._active.end()
         super().teardown()
-
-    def _average_weights(self) -> None:
-        if self._active:
-            self._active.average_weights()
 
     def _check_local_sgd(self, trainer: L.Trainer) -> None:
         """Raise for optimizers whose states are not those of one process, or have no mean."""

@@ -223,7 +223,6 @@ def quick_fits(folder: str) -> dict[str, Any]:
         freezes, seen = Freezes(), Weights()
         found[f"frozen {count}"] = trained(fragments=count, callbacks=[freezes, seen], find_unused_parameters=True)
         found[f"seen {count}"] = {"frozen": freezes.weight, "steps": seen.steps}
-    refused(lt.EMA(), "EMA.*: with compression='local_sgd' each node has other weights")
     refused(lt.RewindOnSpike(), "RewindOnSpike.*: a rewind sets back neither the momentum of the outer optimizer")
     refused(None, "Lookahead, which moves them back to a copy of its own", kind=SlowNet)
     refused(None, "fragments=4 are more than PlainNet has layers", kind=PlainNet, fragments=4)
