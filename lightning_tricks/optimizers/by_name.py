@@ -262,10 +262,16 @@ def _require_trains_right(row: Row, module: nn.Module) -> None:
         rule = "does not train on the pieces of flat weights that DeepSpeed ZeRO gives it"
         if row.library == "schedulefree":
             rule = "has states that ScheduleFree() cannot read where DeepSpeed ZeRO holds them"
+        elif row.base == "muon":
+            rule = (
+                "orthogonalizes whole matrices, of which DeepSpeed ZeRO gives it flat pieces (DeepSpeed's own Muon"
+                " takes steps of another size, and its gradients cannot be clipped)"
+            )
     if rule:
+        strategies = "strategy='fsdp2_bf16' or a DDP strategy" if row.trains_shards else "a DDP strategy"
         raise MisconfigurationException(
             f"optimizer({row.name!r}) {rule}, and {type(module).__name__} is trained by"
-            f" {type(trainer.strategy).__name__}. Take {row.instead!r}, or a DDP strategy."
+            f" {type(trainer.strategy).__name__}. Take {row.instead!r}, or {strategies}."
         )
 
 

@@ -109,7 +109,8 @@ def main(folder: Path, engine: str, epochs: int, shuffled: bool) -> None:
     group = int(os.environ["RANK"]) // OPTIONS.get(name, {}).get("tensor_parallel", 1)  # of those that share a batch
     train: Any = Resumable(seed=5 + group)
     if shuffled:
-        train = DataLoader(Numbered(), 4, shuffle=True, num_workers=1)
+        size = 2 if name == "hsdp_bf16" else 4  # of four ranks and of two: an epoch has six steps
+        train = DataLoader(Numbered(), size, shuffle=True, num_workers=1)
         module = build(Dropped, samples=folder / f"samples-{os.getpid()}")
     else:
         module = build(ScheduledPlain if engine[0] == "z" else Scheduled)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib
 import inspect
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -783,6 +784,13 @@ def test_an_average_follows_the_weights_that_lookahead_has_pulled_back(window: i
                 average = {name: average[name].lerp(weight, 1 - 0.9) for name, weight in weights(naive).items()}
     assert optimizer.param_groups[0]["lookahead_step"] > 6
     assert_equal(weights(module), average)
+
+
+def test_the_page_says_of_every_name_why_fsdp2_refuses_it() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "optimizers.md").read_text()
+    section = page.partition("## What FSDP2 refuses, and why\n")[2].partition("\n## ")[0]
+    told = [name for line in section.splitlines() for name in re.findall("`(.+?)`", line.partition(" | ")[0])]
+    assert sorted(told) == sorted(row["name"] for row in lt.optimizers() if not row["fsdp2"])
 
 
 def test_the_table_has_what_people_ask_for() -> None:

@@ -67,6 +67,18 @@ def check_clipping(preset: str, algorithm: str | None) -> None:
         )
 
 
+def check_muon(preset: str, optimizer: Optimizer) -> None:
+    """Raise for DeepSpeed's own Muon, of which DeepSpeed would clip the steps in the place of the gradients."""
+    from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
+
+    if isinstance(optimizer, MuonWithAuxAdam):
+        raise MisconfigurationException(
+            f"strategy={preset!r} cannot clip the gradients of {type(optimizer).__name__}: DeepSpeed takes the norm of"
+            " what it has orthogonalized, which says nothing of the gradients, and makes every step small. Leave"
+            " gradient_clip_val= out, or take lightning_tricks.optimizer('muon', ...) with strategy='fsdp2_bf16'."
+        )
+
+
 def check_device(preset: str, device_type: str, precision: str) -> None:
     """Raise unless DeepSpeed supports the device, a choice that it makes when it is imported, and the precision."""
     from deepspeed.accelerator import get_accelerator
@@ -201,7 +213,8 @@ class ZeROPreset(AtomicFolders, PresetStrategy, DeepSpeedStrategy):
         MisconfigurationException: At the start of a run, if DeepSpeed was imported for other devices or does not
             support fp16 on them, if the NVMe disk cannot be used, if gradients are to be clipped by value, or if
             ``ckpt_path`` is one file or has the shards of another number of processes. In training, for a second
-            ``manual_backward`` before a step in stages 1 and 2.
+            ``manual_backward`` before a step in stages 1 and 2, and before a step that would clip beside DeepSpeed's
+            own Muon.
 
     Example:
         >>> import lightning as L
@@ -350,6 +363,7 @@ class ZeROPreset(AtomicFolders, PresetStrategy, DeepSpeedStrategy):
         """Let DeepSpeed clip in the next step, where it knows the norm of all gradients."""
         if clip_val:
             check_clipping(self.strategy_name, gradient_clip_algorithm)
+            check_muon(self.strategy_name, self.deepspeed_engine.basic_optimizer)
         self.deepspeed_engine.optimizer.clip_grad = float(clip_val)
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
