@@ -225,6 +225,7 @@ def quick_fits(folder: str) -> dict[str, Any]:
         found[f"seen {count}"] = {"frozen": freezes.weight, "steps": seen.steps}
     refused(lt.RewindOnSpike(), "RewindOnSpike.*: a rewind sets back neither the momentum of the outer optimizer")
     refused(None, "Lookahead, which moves them back to a copy of its own", kind=SlowNet)
+    refused(lt.ScheduleFree(), "AdamWScheduleFree, which moves them back to a copy of its own", kind=FreeNet)
     refused(None, "fragments=4 are more than PlainNet has layers", kind=PlainNet, fragments=4)
     return found
 
@@ -286,6 +287,11 @@ def bytes_of_steps(**settings: Any) -> list[int]:
 class SlowNet(PlainNet):
     def configure_optimizers(self) -> Any:
         return lt.optimizer("lookahead_adamw", self, 0.01)
+
+
+class FreeNet(PlainNet):
+    def configure_optimizers(self) -> Any:
+        return lt.optimizer("schedulefree_adamw", self, 0.01)
 
 
 def refused(callback: Callback | None, message: str, **settings: Any) -> None:
