@@ -510,6 +510,17 @@ def test_a_hook_whose_change_would_be_undone_is_refused() -> None:
     with pytest.raises(MisconfigurationException, match=r"zeroed is changed by a hook before it"):
         trained(type("Hooked", (small(3, "backward"),), {"on_before_zero_grad": count}), FitsMemory())
 
+    class Sums(small(3, "backward")):  # type: ignore[misc]
+        def __init__(self, lr: float = 0.1) -> None:
+            super().__init__(lr)
+            self.seen = {"sum": torch.zeros(1)}
+
+        def on_before_backward(self, loss: Tensor) -> None:
+            self.seen["sum"].data += loss.detach()
+
+    with pytest.raises(MisconfigurationException, match=r"seen\['sum'\] is changed by a hook before it"):
+        trained(Sums, FitsMemory())
+
 
 @pytest.mark.parametrize("draw", [torch.rand, np.random.rand, random.sample], ids=["torch", "numpy", "python"])
 def test_a_hook_whose_random_numbers_would_be_drawn_again_is_refused(draw: Any, request: Any) -> None:

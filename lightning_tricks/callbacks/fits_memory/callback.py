@@ -167,7 +167,7 @@ class FitsMemory(Trick):
             module.log(call.pop("name"), call.pop("value"), **call)
         if forward.loss is not None:
             if _runs_before_backward(self._trainer):
-                state = ModuleState(module, compared=True)
+                state = ModuleState(module, deep=True, compared=True)  # hooks are not watched
                 step.after_forward = Start(state, random_state(module.device), module.device)
             self._pending = step, forward
         return forward.output
