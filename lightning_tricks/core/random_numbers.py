@@ -40,6 +40,19 @@ def set_random_state(state: RandomState, device: torch.device) -> None:
         sys.modules["numpy"].random.set_state(state["numpy"])
 
 
+def drawn_since(state: RandomState, device: torch.device) -> str | None:
+    """The name of a generator that numbers were drawn from since a state of ``random_state``; None if from none."""
+    now = random_state(device)
+    return next((name for name, before in state.items() if not _same(before, now[name])), None)
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, tuple):
+        return all(map(_same, one, other))
+    same = one == other  # of each number, where they are a tensor or an array
+    return bool(same if isinstance(same, bool) else same.all())
+
+
 @contextmanager
 def random_numbers_of(state: RandomState, device: torch.device) -> Iterator[None]:
     """Draw from ``state`` inside the block; the generators are restored at its end."""

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import gc
 import os
+import random
 import warnings
 from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 import lightning as L
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -489,6 +491,17 @@ def test_a_step_that_writes_into_its_batch_is_refused_when_it_has_to_run_again()
         trained(type("Writes", (small(3),), body), FitsMemory())
 
 
+@pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")
+def test_lazy_layers_that_the_failed_attempt_has_drawn_are_refused() -> None:
+    class Lazy(small(3)):  # type: ignore[misc]
+        def __init__(self, lr: float = 0.1) -> None:
+            super().__init__(lr)
+            self.layers = nn.Sequential(nn.LazyLinear(16), Memory(self.rows), nn.LazyLinear(16), nn.Linear(16, 2))
+
+    with pytest.raises(MisconfigurationException, match=r"draws the lazy parameter layers\.0\.weight"):
+        trained(Lazy, FitsMemory())  # else layer 2 would have the random numbers of layer 0
+
+
 def test_a_hook_whose_change_would_be_undone_is_refused() -> None:
     def count(self: Any, optimizer: Any) -> None:
         self.zeroed = getattr(self, "zeroed", 0) + 1
@@ -496,6 +509,31 @@ def test_a_hook_whose_change_would_be_undone_is_refused() -> None:
     assert trained(type("Hooked", (small(3),), {"on_before_zero_grad": count}), FitsMemory()).zeroed == 6
     with pytest.raises(MisconfigurationException, match=r"zeroed is changed by a hook before it"):
         trained(type("Hooked", (small(3, "backward"),), {"on_before_zero_grad": count}), FitsMemory())
+
+    class Sums(small(3, "backward")):  # type: ignore[misc]
+        def __init__(self, lr: float = 0.1) -> None:
+            super().__init__(lr)
+            self.seen = {"sum": torch.zeros(1)}
+
+        def on_before_backward(self, loss: Tensor) -> None:
+            self.seen["sum"].data += loss.detach()
+
+    with pytest.raises(MisconfigurationException, match=r"seen\['sum'\] is changed by a hook before it"):
+        trained(Sums, FitsMemory())
+
+
+@pytest.mark.parametrize("draw", [torch.rand, np.random.rand, random.sample], ids=["torch", "numpy", "python"])
+def test_a_hook_whose_random_numbers_would_be_drawn_again_is_refused(draw: Any, request: Any) -> None:
+    def noise(self: Any, loss: Tensor) -> None:
+        draw(range(3), 1) if draw == random.sample else draw(1)
+
+    def hooked(where: str) -> Any:
+        return type("Hooked", (small(3, where),), {"on_before_backward": noise})
+
+    trained(hooked("forward"), FitsMemory())  # before any hook
+    name = request.node.callspec.id
+    with pytest.raises(MisconfigurationException, match=rf"the random generator of {name} is changed by a hook"):
+        trained(hooked("backward"), FitsMemory())
 
 
 def test_what_cannot_be_cut_is_refused() -> None:

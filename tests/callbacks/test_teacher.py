@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import pickle
 from pathlib import Path
 from typing import Any
@@ -268,3 +269,22 @@ def test_lazy_layers_join_once_they_have_weights() -> None:
     (first, *others) = asked(build(Lazy), lt.Teacher(0.8), train=loader(24), limit_val_batches=0)
     assert torch.equal(*first)
     assert all((theirs != mine).any() for theirs, mine in others)
+
+
+def written_in_memory() -> Any:
+    file = io.BytesIO()
+    return file, lambda: file.write(b"line")
+
+
+def written_tensor() -> Any:
+    seen = {"sum": torch.zeros(())}
+    return seen, lambda: seen["sum"].add_(1)
+
+
+@pytest.mark.parametrize("make", [written_in_memory, written_tensor])
+def test_what_a_call_of_the_module_leaves_for_good_is_refused(make: Any) -> None:
+    module = build(Asks)
+    module.held, write = make()
+    module.layers.register_forward_hook(lambda *_: write() and None)
+    with pytest.raises(MisconfigurationException, match=r"Teacher\(decay=0.9\) runs the module a second time: .*held"):
+        asked(module, lt.Teacher(0.9))

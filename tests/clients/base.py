@@ -144,6 +144,7 @@ class Base:
     defects: dict[str, str] = {}  # what is known to be wrong
     inputs: str | Sequence[str] | None = None  # as Mixup is told
     target: str | Sequence[str] | None = None
+    count: Callable[[Any], Any] | None = None  # what FitsMemory is told of a batch; None if it counts targets itself
     layer = ""  # whose input HiddenMixup mixes
     logits = ""  # the output layer of classes, or the model that has one, as LeanLoss is told
     blocks: str | None = None  # for ActivationCheckpointing

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from tests.clients.base import Base, Seeded, assert_gradients, assert_same, trick
-from tests.clients.recast import get, paths, put, stepping
+from tests.clients.recast import get, in_parts, paths, put, stepping
 
 
 class OfBatches(Base):
@@ -232,6 +232,50 @@ class OfBatches(Base):
         assert ids(seen[:5]) != ids(seen[5:]), "epochs have one order"
         loaders[0] = DataLoader(Epochs(seen[:5], seen[5:]), batch_size=None)
         assert_same(own, self.fit(Seeded()))
+
+    @trick("DistributedWeightedSampler")
+    def test_weighted_sampler(self) -> None:
+        """An epoch has the samples at which the cumulated weights pass random numbers."""
+        if not self.folds:
+            pytest.skip("none: its loaders need more than a part of a data set")
+        loader, validation = self.loaders()
+        weights = torch.arange(1.0, len(loader.dataset) + 1).double()
+
+        def loaded_by(sampler: Any) -> Any:
+            return type(loader)(loader.dataset, batch_size=4, sampler=sampler), validation
+
+        def drawn(epoch: int) -> list[int]:
+            numbers = torch.rand(len(weights), generator=torch.Generator().manual_seed(3 + epoch), dtype=torch.double)
+            return [int((weights.cumsum(0) > number * weights.sum()).nonzero()[0]) for number in numbers]
+
+        given = loaded_by(self.lt.DistributedWeightedSampler(weights, seed=3))
+        self.loaders = lambda: given  # type: ignore[method-assign]
+        own = self.fit(Seeded())
+        given = loaded_by(Epochs(drawn(0), drawn(1)))
+        assert_same(own, self.fit(Seeded()))
+
+    @trick("FitsMemory")
+    def test_fits_memory(self) -> None:
+        """A batch that does not fit has the gradient of the project's own steps on its two halves."""
+
+        def fails(module: Any, plain: Any, batch: Any, number: int) -> Tensor:
+            loss = plain(batch)
+            if number == 0:
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+            return loss
+
+        def halves(batch: Any) -> list[Any]:
+            samples = torch.arange(len(get(batch, self.target_paths[0])))
+            return [self.subset(batch, part) for part in samples.chunk(2)]
+
+        def make() -> Any:
+            return self.lt.FitsMemory(count=self.count)
+
+        self.refuses(make(), kind=stepping(fails))
+        own = self.fit(make(), kind=stepping(fails), max_steps=1, **self.double)
+        naive = self.fit(kind=in_parts(halves), max_steps=1, **self.double)
+        assert_gradients(own.watch.gradients[0], naive.watch.gradients[0])
+        self.assert_plain(self.fit(make()))
 
     @trick("BatchSizeWarmup")
     def test_batch_size_warmup(self) -> None:

@@ -44,6 +44,21 @@ def stepping(step: Step, **attributes: Any) -> Callable[[Kind], Kind]:
     return of
 
 
+def in_parts(cut: Callable[[Any], list[Any]]) -> Callable[[Kind], Kind]:
+    """Subclasses whose loss is the mean of the project's own of each part of a batch, one after the other."""
+
+    def of(kind: Kind) -> Kind:
+        own = kind.training_step
+
+        @wraps(own)
+        def training_step(self: Any, batch: Any, *rest: Any) -> Any:
+            return torch.stack([loss_of(own(self, part, *rest)) for part in cut(batch)]).mean()
+
+        return type(kind.__name__, (kind,), {"training_step": training_step})
+
+    return of
+
+
 def naive_sam(rho: float, losses: list[float]) -> Callable[[Kind], Kind]:
     """The gradient at ``w + rho * g / ||g||``, with the project's own training step and nothing of ours.
 

@@ -25,6 +25,7 @@ class Molecules(Client):
     layer = "predictor.ffn"
     refused = {
         "HardExampleFilter": "cannot know how samples are stored in batch.'bmg'.",
+        "FitsMemory": "cannot know how samples are stored in batch.'bmg'.",
         'HardExampleFilter(mode="loss")': r"sum\(\) of the target",
     }
     y = np.random.default_rng(0).normal(size=(12, 1))

@@ -31,6 +31,7 @@ class Forecaster(Client):
     refused = {**FLOAT8, "BatchTransform": "or transform samples in the data set"}
     inputs = "past_target"
     target = "future_target"
+    count = staticmethod(lambda batch: batch.future_target.numel())
     none = {
         "find_lr": "fit() makes the Trainer and the module",
         "resume": "fit() goes on without a checkpoint of Lightning",

@@ -42,7 +42,11 @@ class Forecaster(Client):
         "HardExampleFilter": "finds no such tensor in the batch",
         'HardExampleFilter(mode="loss")': "finds no such tensor in the batch",
     }
-    none = {"find_lr": "fit() makes the Trainer", "resume": "fit() has no resume"}
+    none = {
+        "FitsMemory": "a batch is one table of series, of which no part is smaller",
+        "find_lr": "fit() makes the Trainer",
+        "resume": "fit() has no resume",
+    }
 
     def train(self, module: Any, *callbacks: Any, ckpt_path: Any = None, **settings: Any) -> Any:
         settings = {**QUIET, **settings}

@@ -50,6 +50,7 @@ class Forecaster(Client):
     refused = {
         "HardExampleFilter": "computed no loss of torch.nn.functional from the target",
         'HardExampleFilter(mode="loss")': "a part of the loss is ambiguous",
+        "FitsMemory": "needs targets with one entry per sample",
         "StepInBackward": "on_after_backward would find no gradient",
     }
     columns: dict[str, Any] = {}

@@ -26,6 +26,7 @@ class Cells(Client):
         "Mixup": "no loss of .*TrainingPlan.training_step was computed from the target",
         "HardExampleFilter": "computed no loss of torch.nn.functional from the target",
         'HardExampleFilter(mode="loss")': "no loss of .*TrainingPlan.training_step was computed from the target",
+        "FitsMemory": "cannot count the targets|got AdversarialTrainingPlan with automatic_optimization",
     }
     monitor = "elbo_validation"
     own: dict[str, Any] = {}  # arguments of train()

@@ -71,6 +71,7 @@ class Graphs(Client):
     refused = {
         "Mixup": "needs an input and a target for each sample",
         "HardExampleFilter": 'use mode="loss"',
+        "FitsMemory": "got a batch with an object: DataBatch",
     }
 
     def loaders(self) -> tuple[Any, Any]:

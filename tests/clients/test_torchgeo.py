@@ -69,6 +69,7 @@ class TestMultiLabel(TestClassification):
 class TestSegmentation(Scenes):
     model = "SemanticSegmentationTask"
     target = "mask"
+    count = staticmethod(lambda batch: batch["mask"].numel())
     blocks = adapted = "Conv2d"
     refused = {
         **NO_LINEAR,

@@ -87,7 +87,7 @@ NETS: dict[str, Callable[[], nn.Sequential]] = {
     "recurrent": lambda: _mlp(first=Recurrent()),
     "spectral norm": lambda: _mlp(first=parametrizations.spectral_norm(nn.Linear(8, 6))),
     "weight norm": lambda: _mlp(first=parametrizations.weight_norm(nn.Linear(8, 6))),
-    "lazy": lambda: _mlp(first=nn.LazyLinear(6)),
+    "lazy": lambda: _mlp(nn.Dropout(0.2), first=nn.LazyLinear(6)),
     "double": lambda: _mlp().double(),
     "convolution": lambda: nn.Sequential(*_convolved(), nn.Linear(24, CLASSES)),
     "experts": lambda: nn.Sequential(

@@ -816,6 +816,8 @@ def suited(spec: Spec) -> Spec:
         spec = replace(spec, loss="cross entropy") if spec.loss == "sometimes None" else spec
     if spec.batch == "dict that is emptied" and (spec.manual or spec.optimizer == "LBFGS"):  # it is read twice
         spec = replace(spec, batch="dict")
+    if spec.batch == "TensorDict" and spec.data == "stream":  # torch would convert it as a mapping, by rows
+        spec = replace(spec, batch="dict")
     if spec.padded is not None:
         fits = spec.net in OF_SEQUENCES
         spec = replace(spec, second=None, padded=spec.padded if fits else None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from hypothesis import HealthCheck, given, seed, settings
@@ -20,6 +21,11 @@ def drawn(strategy: st.SearchStrategy[Any], number: int, part: int) -> list[Any]
 
     draw()
     return found[::6]  # the five behind each are mostly like it
+
+
+def modules(number: int) -> int:
+    """So many modules of a slow case, or as many as FUZZ_MODULES says."""
+    return int(os.environ.get("FUZZ_MODULES", number))
 
 
 def cases(number: int, **more: Any) -> settings:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from tempfile import TemporaryDirectory
@@ -25,7 +26,7 @@ import lightning_tricks as lt
 from tests.fuzz.batches import BATCHES
 from tests.fuzz.layers import CLASSES
 from tests.fuzz.modules import Spec, loader, module_of, samples, specs
-from tests.fuzz.profiles import cases
+from tests.fuzz.profiles import cases, modules
 from tests.fuzz.runs import accepted
 from tests.fuzz.states import told
 from tests.fuzz.tricks import TRICKS
@@ -34,22 +35,31 @@ from tests.nets import trainer
 pytestmark = pytest.mark.filterwarnings("ignore")  # of Lightning and torch, about what users do
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _quick_collection() -> Iterator[None]:
+    """FitsMemory collects garbage after each failure, and need not look through torch and Lightning for it."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
 def test_every_trick_is_there_at_its_limit() -> None:
     assert all(trick.make_callbacks("off") or trick.sam or trick.chunk for trick in TRICKS.values())
 
 
-def many(name: str, modules: int) -> None:
+def many(name: str, number: int) -> None:
     """So many modules, other ones for each trick; it must accept some, so that refusing is no way out."""
     found: list[bool] = []
 
     @seed(crc32(name.encode()))
-    @cases(modules, print_blob=False)
+    @cases(number, print_blob=False)
     @given(spec=specs())
     def test(spec: Spec) -> None:
         found.append(accepted(spec, name))
 
     test()
-    assert sum(found) >= modules // 10, f"{name} was accepted by {sum(found)} of {len(found)} modules"
+    assert sum(found) >= number // 10, f"{name} was accepted by {sum(found)} of {len(found)} modules"
 
 
 @pytest.mark.few(10)
@@ -61,7 +71,7 @@ def test_modules_train_as_without_a_trick_or_are_refused_in_time(name: str) -> N
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TRICKS)
 def test_many_more_modules_train_as_without_a_trick_or_are_refused_in_time(name: str) -> None:
-    many(name, 100)
+    many(name, modules(100))
 
 
 # -- batches that are cut, guards that guard, masks that are pasted: where a trick does something ---------------------

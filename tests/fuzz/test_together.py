@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.fuzz.modules import specs
-from tests.fuzz.profiles import drawn
+from tests.fuzz.profiles import drawn, modules
 from tests.fuzz.runs import accepted, beside, repeated
 from tests.fuzz.tricks import AT_WORK, TRICKS, kind
 
@@ -26,12 +26,12 @@ def test_a_trick_at_work_trains_the_same_again_or_is_refused_in_time(name: str) 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", AT_WORK)
 def test_a_trick_at_work_trains_many_more_modules_the_same_again_or_is_refused_in_time(name: str) -> None:
-    again(name, 60)
+    again(name, modules(60))
 
 
-def again(name: str, modules: int) -> None:
-    found = [repeated(spec, name) for spec in drawn(specs(), modules, [*AT_WORK].index(name))]
-    assert sum(found) >= modules // 10, f"{name} was accepted by {sum(found)} of {modules} modules"
+def again(name: str, number: int) -> None:
+    found = [repeated(spec, name) for spec in drawn(specs(), number, [*AT_WORK].index(name))]
+    assert sum(found) >= number // 10, f"{name} was accepted by {sum(found)} of {number} modules"
 
 
 def test_a_trick_at_its_limit_beside_others_changes_nothing_or_is_refused_in_time() -> None:

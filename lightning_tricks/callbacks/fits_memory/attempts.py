@@ -14,7 +14,6 @@ import torch.distributed as dist
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_tricks.core.out_of_memory import free_memory_of, out_of_memory
-from lightning_tricks.core.replay.module_state import ModuleState
 from lightning_tricks.core.replay.own_batch import noting_writes
 from lightning_tricks.core.replay.rerun import Start
 
@@ -29,13 +28,14 @@ class Step:
         run: The step, with its batch as the first argument.
         start: The state of the module and the random numbers.
         exchanges_buffers: Whether the next forward pass of DDP does so; None without DDP.
-        after_forward: What the forward pass has left of the module, if hooks run before the backward pass.
+        after_forward: What the forward pass has left of the module and the random numbers, if hooks run before the
+            backward pass.
     """
 
     run: partial[Any]
     start: Start
     exchanges_buffers: bool | None
-    after_forward: ModuleState | None = None
+    after_forward: Start | None = None
 
 
 class Attempts:

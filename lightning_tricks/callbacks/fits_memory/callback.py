@@ -35,8 +35,9 @@ from lightning_tricks.core.lightning.trainer import (
 from lightning_tricks.core.mixed_targets.divisors import Count
 from lightning_tricks.core.mixed_targets.target import plain_tensor
 from lightning_tricks.core.out_of_memory import out_of_memory
+from lightning_tricks.core.random_numbers import drawn_since, random_state
 from lightning_tricks.core.replay.module_state import ModuleState
-from lightning_tricks.core.replay.rerun import is_replaying, replaying
+from lightning_tricks.core.replay.rerun import Start, is_replaying, replaying
 from lightning_tricks.core.trick import Trick
 from lightning_tricks.core.weights.gradients import GradientsBefore
 
@@ -166,7 +167,8 @@ class FitsMemory(Trick):
             module.log(call.pop("name"), call.pop("value"), **call)
         if forward.loss is not None:
             if _runs_before_backward(self._trainer):
-                step.after_forward = ModuleState(module, compared=True)
+                state = ModuleState(module, deep=True, compared=True)  # hooks are not watched
+                step.after_forward = Start(state, random_state(module.device), module.device)
             self._pending = step, forward
         return forward.output
 
@@ -293,12 +295,14 @@ def _sees_zero_grad(trainer: L.Trainer) -> bool:
     )
 
 
-def _changed(state: ModuleState, module: L.LightningModule) -> str | None:
+def _changed(before: Start, module: L.LightningModule) -> str | None:
     """What is not as it was in the training step, but for the name of the hook that runs."""
+    if generator := drawn_since(before.random, before.device):
+        return f"the random generator of {generator}"
     name = module._current_fx_name
     module._current_fx_name = "training_step"
     try:
-        return state.changed()
+        return before.state.changed()
     finally:
         module._current_fx_name = name
 

@@ -197,12 +197,24 @@ class TeachingCallback(Averaging):
                 changed = [*self._average.parts(), *self._average.weights.model_copies(), *pl_module.buffers(), *held]
                 stack.enter_context(hidden_from_autograd(changed))
                 stack.enter_context(self.coordinator.showing_only(self._average))
-            stack.enter_context(undone(Start.here(teacher, pl_module.device)))
+            start = Start.here(teacher, pl_module.device)
+            stack.enter_context(undone(start))
             stack.enter_context(_in_eval_mode(teacher))
             stack.enter_context(_without_cached_casts(pl_module.device))
             stack.enter_context(torch.no_grad())
             given = tree_map_only(Tensor, partial(_given, self.module), [(call.args, call.kwargs) for call in calls])
-            return [self._called(call, *both) for call, both in zip(calls, given, strict=True)]
+            answers = [self._called(call, *both) for call, both in zip(calls, given, strict=True)]
+            if self.module is None:
+                self._require_undone(start)
+            return answers
+
+    def _require_undone(self, start: Start) -> None:
+        """Raise if the teacher has changed what the module in training has, too, and ``undone`` cannot set back."""
+        try:
+            start.state.refuse_writes()
+            start.state.refuse_counts()
+        except MisconfigurationException as error:
+            raise MisconfigurationException(f"{self.written()} runs the module a second time: {error}") from None
 
     def _called(self, call: Call, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if self.module is None:

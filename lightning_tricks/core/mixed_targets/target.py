@@ -296,9 +296,10 @@ def _written(call: _Call) -> Any:
     target.is_loss = target.is_loss or any(source.is_loss for source in call.targets)
     target.is_loss = target.is_loss or target.branches[0].requires_grad
     target.unclear = target.unclear or call.unclear
-    if target.is_loss and not target.branches[0].ndim and len(target.branches) > 1:
+    if target.is_loss and not target.branches[0].ndim:
         with torch._C.DisableTorchFunctionSubclass():
-            target.copy_(target.plan.lam * target.branches[0] + (1 - target.plan.lam) * target.branches[1])
+            first, *second = target.branches
+            target.copy_(target.plan.lam * first + (1 - target.plan.lam) * second[0] if second else first)
     return target
 
 

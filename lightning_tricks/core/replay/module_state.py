@@ -76,6 +76,7 @@ class ModuleState:
         self._bytes: list[tuple[Any, bytes, str]] = []  # arrays and random generators, what they hold, and their paths
         self._seen: set[int] = set()
         self._weights: set[int] = set()  # ids of parameters
+        self._lazy: list[tuple[Tensor, str]] = []  # parameters that a step will draw, and their paths
         self._root = type(module).__name__
         self._registered = {id(weight) for weight in module.parameters()} if deep else set()
         self._note_modules(module, self._root)
@@ -96,7 +97,9 @@ class ModuleState:
             spaces.append(_ScriptAttributes(module))
         self._spaces += [(path, space, dict(space)) for space in (*spaces, module._parameters, module._modules)]
         for name, weight in module._parameters.items():
-            if weight is not None and not (is_lazy(weight) or weight.is_inference()):
+            if weight is not None and is_lazy(weight):
+                self._lazy.append((weight, f"{path}.{name}"))
+            elif weight is not None and not weight.is_inference():
                 self._note_weight(weight, f"{path}.{name}", module)
         for space in spaces:
             for name, value in space.items():
@@ -221,7 +224,7 @@ class ModuleState:
         return next((path for tensor, mark, path in self._watched.values() if _mark(tensor, mark) != mark), None)
 
     def refuse_writes(self) -> None:
-        """Raise if something was written into a tensor that was not copied, which ``restore`` cannot undo.
+        """Raise if a tensor was written that was not copied, or a lazy one drawn, which ``restore`` cannot undo.
 
         Raises:
             MisconfigurationException: With the path of the tensor.
@@ -236,6 +239,13 @@ class ModuleState:
                 raise MisconfigurationException(
                     f"A step of {self._root} writes into the {what}, and a second run of the step would do so again:"
                     f" {remedy}."
+                )
+        for weight, path in self._lazy:
+            if not is_lazy(weight):  # what it was drawn with, a second run would draw for something else
+                raise MisconfigurationException(
+                    f"A step of {self._root} draws the lazy parameter {path.removeprefix(self._root + '.')}, and a"
+                    " second run of the step would have other random numbers: run a batch through the module before"
+                    " the fit."
                 )
 
     def refuse_counts(self) -> None:

@@ -12,6 +12,7 @@ from lightning.pytorch.loggers.logger import DummyLogger
 
 from lightning_tricks.core.lightning.patching import wrap_method
 from lightning_tricks.core.replay.rerun import Start, undone
+from lightning_tricks.core.replay.undone_fit import ObjectState
 
 T = TypeVar("T")
 
@@ -91,15 +92,15 @@ def trial_steps(
     Args:
         trainer: The Trainer.
         pl_module: Its module.
-        deep: Whether steps may write into tensors inside containers, which are copied before, and into weights, which
-            the caller restores.
+        deep: Whether batches are read anew, whose hooks may change the data module, and whose steps may write into
+            tensors inside containers, which are copied before, and into weights, which the caller restores.
         gradients: Whether ``training_step`` differentiates inside.
     """
     loggers, start = trainer.loggers, Start.here(pl_module, pl_module.device, deep=deep)
     ddp: Any = trainer.strategy.model
     exchanges = getattr(ddp, "require_forward_param_sync", None)  # DDP stops it after a forward pass without gradients
     kept = [(weight, weight.grad) for weight in pl_module.parameters()] if gradients else []
-    with undone(start):
+    with undone(start), _data_untouched(trainer) if deep else nullcontext():
         try:
             for weight, _ in kept:
                 weight.grad = None  # a step may call backward()
@@ -116,3 +117,14 @@ def trial_steps(
                 weight.grad = gradient
             if exchanges is not None:
                 ddp.require_forward_param_sync = exchanges
+
+
+@contextmanager
+def _data_untouched(trainer: L.Trainer) -> Iterator[None]:
+    """Restore the LightningDataModule at the end of the block."""
+    state = ObjectState()
+    state.note(getattr(trainer, "datamodule", None), any_class=True, without=[trainer])
+    try:
+        yield
+    finally:
+        state.restore()

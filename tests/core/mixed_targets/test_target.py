@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_tricks.core.mixed_targets.loss_plan import LossPlan
-from lightning_tricks.core.mixed_targets.target import MixedTarget, mixed_target
+from lightning_tricks.core.mixed_targets.target import MixedTarget, mixed_target, returned_loss
 
 B, C, T = 6, 5, 4
 LAM, LAMS, CHOSEN = 0.7, torch.linspace(0.5, 0.95, B), torch.tensor([1, 2, 5])
@@ -428,3 +428,13 @@ def test_reading_a_loss_waits_as_often_as_reading_a_plain_one(name):
         waits.append(counted.waits)
     assert waits[0] == waits[1]
     assert waits[0] == 1 or name not in ("item", "float", "int", "bool", "format")
+
+
+@pytest.mark.parametrize("branches", [1, 2])
+def test_a_loss_that_is_added_in_place_to_a_plain_one_is_a_part_of_it(branches: int) -> None:
+    y, x = torch.tensor([0, 1]), torch.tensor([[1.0, 2.0], [3.0, 5.0]], requires_grad=True)
+    loss = x.square().mean()
+    loss += 50 * F.cross_entropy(x, mixed_target([y] * branches, LossPlan()))
+    plain = x.square().mean() + 50 * F.cross_entropy(x, y)
+    torch.testing.assert_close(returned_loss(loss), plain)
+    torch.testing.assert_close(torch.autograd.grad(returned_loss(loss), x), torch.autograd.grad(plain, x))

@@ -721,3 +721,19 @@ def test_random_generators_of_a_module_are_restored(name: str) -> None:
     L.seed_everything(1, verbose=False)
     fit(tricked, callbacks=[lt.SAMCallback(rho=0.0)] if name == "SAMCallback" else [])
     assert_equal(weights(tricked), weights(plain))
+
+
+@pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")
+@pytest.mark.parametrize("name", ["SAMCallback", "ActivationCheckpointing", "HardExampleFilter"])
+def test_lazy_layers_are_refused_that_a_step_draws_before_it_runs_again(name: str) -> None:
+    class Lazy(PlainNet):
+        def __init__(self, lr: float = 0.1) -> None:
+            super().__init__(lr)
+            self.layers = nn.Sequential(nn.LazyLinear(16), nn.Dropout(0.5), nn.Linear(16, 2))
+
+    trick = lt.ActivationCheckpointing("layers") if name == "ActivationCheckpointing" else getattr(lt, name)()
+    with pytest.raises(MisconfigurationException, match=r"draws the lazy parameter (layers\.)?0\.weight"):
+        fit(build(Lazy), callbacks=[trick], max_epochs=1)
+    drawn = build(Lazy)
+    drawn(torch.zeros(2, 8))
+    fit(drawn, callbacks=[trick], max_epochs=1)

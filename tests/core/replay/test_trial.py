@@ -16,9 +16,10 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from torch import Tensor
 from torchmetrics.classification import MulticlassAccuracy
 
+import lightning_tricks as lt
 from lightning_tricks.core.lightning.trainer import step_arguments
 from lightning_tricks.core.replay.trial import trial_steps
-from tests.nets import Net, PlainNet, assert_equal, build, fit, weights
+from tests.nets import Net, NormNet, PlainNet, assert_equal, build, fit, loader, trainer, weights
 
 DRAWS: tuple[Callable[[], float], ...] = (lambda: torch.rand(()).item(), numpy.random.rand, random.random)
 
@@ -121,3 +122,31 @@ def test_a_step_gets_the_arguments_that_lightning_gives_it(kind: type[Net], numb
     batch = [torch.zeros(2, 8), torch.zeros(2).long()]
     assert step_arguments(build(kind), batch, 5) == ((batch, 5) if number else (batch,))
     fit(build(kind), callbacks=[Trials(False)], max_epochs=1, limit_val_batches=0)
+
+
+class Noisy(L.LightningDataModule):
+    """Counts the batches that it has moved, and scales each of them by the count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.moved = {"batches": 0}
+
+    def train_dataloader(self) -> Any:
+        return loader(16)
+
+    def val_dataloader(self) -> Any:
+        return loader(16)
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        self.moved["batches"] += 1
+        return batch[0] * (1 + 0.1 * self.moved["batches"]), batch[1]
+
+
+@pytest.mark.parametrize("trick", [lambda: lt.LogitAdjustment(tau=0.0), lambda: lt.SWA(start=1)], ids=["labels", "SWA"])
+def test_a_data_module_is_as_before_when_batches_have_been_read_anew(trick: Any) -> None:
+    plain, tricked = (Noisy(), build(NormNet)), (Noisy(), build(NormNet))
+    for (data, module), callbacks in ((plain, []), (tricked, [trick()])):
+        trainer(callbacks=callbacks, max_epochs=2).fit(module, datamodule=data)
+    assert tricked[0].moved == plain[0].moved
+    if not isinstance(callbacks[0], lt.SWA):
+        assert_equal(weights(tricked[1]), weights(plain[1]))
