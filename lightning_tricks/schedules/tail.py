@@ -33,6 +33,7 @@ def swa_tail(schedule: Schedule, *, start: Duration = 0.75, swa_lr: float, annea
 
     Example:
         >>> import torch
+        >>> from lightning_tricks.schedules import cosine_restarts
         >>> optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
         >>> schedule = swa_tail(cosine_restarts(optimizer, total_steps=100), start=0.75, swa_lr=0.05)
         >>> schedule["lr_scheduler"]["scheduler"].curve(80)

@@ -193,6 +193,7 @@ def least_squares(best: float, lr: float, steps: int, folder: Path) -> tuple[Any
     return trainer, Rate()
 
 
+@pytest.mark.slow
 def test_a_rate_has_neighbours_that_are_no_better_and_others_keep_it(tuned: ModuleType, tmp_path: Path) -> None:
     budget = tuned.Budget(2, 2, 1)
     arms = {
@@ -229,6 +230,7 @@ def kept(monkeypatch: pytest.MonkeyPatch) -> Any:
     return importlib.import_module("kept_runs").kept_runs
 
 
+@pytest.mark.slow
 def test_what_an_interrupted_session_has_measured_is_not_measured_again(
     kept: Any, tuned: ModuleType, tmp_path: Path
 ) -> None:

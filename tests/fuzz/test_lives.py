@@ -29,7 +29,7 @@ def many(number: int, part: int) -> None:
 @pytest.mark.few(1)
 @pytest.mark.parametrize("part", range(16))
 def test_a_life_is_that_of_the_plain_loop(part: int) -> None:
-    many(13, part)
+    many(10, part)
 
 
 @pytest.mark.slow

@@ -34,6 +34,7 @@ def again(name: str, number: int) -> None:
     assert sum(found) >= number // 10, f"{name} was accepted by {sum(found)} of {number} modules"
 
 
+@pytest.mark.slow
 def test_a_trick_at_its_limit_beside_others_changes_nothing_or_is_refused_in_time() -> None:
     beside_others("EMA", 9)
 
