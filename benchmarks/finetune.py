@@ -125,7 +125,7 @@ MAIN = (
     "SAM",
 )
 MAIN += ("SAM, half the steps", "HiddenMixup", "label smoothing 0.1", "LoRA, r 4", "ScheduleFree")
-SMALL = Scale(Budget(96, 3, 48), 16, 16, (500, 1000), regimes=("40% wrong labels",), tricks=MAIN)
+SMALL = Scale(Budget(96, 10, 48), 16, 16, (500, 1000), regimes=("40% wrong labels",), tricks=MAIN)
 FULL = Scale(Budget(800, 5, 400), 32, 32, (VALIDATION, TEST), regimes=tuple(REGIMES), tricks=tuple(TRICKS))
 REDUCED = Scale(Budget(EPOCHS, 2, 0), 4, 8, (16, 16), regimes=("40% wrong labels",), tricks=MAIN[:4])
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
@@ -11,20 +10,22 @@ from urllib.parse import unquote
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import Callback
+from timing import clock
 from tuned import FINALS
 
 CURVE = "curve.json"
 
 
 class Curve(Callback):
-    """Steps, seconds so far, and a value, at some points of a fit."""
+    """Steps, seconds of ``clock`` so far, and a value, at some points of a fit."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / CURVE
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Begin."""
-        self._begin = time.perf_counter()
+        self._device = pl_module.device.type
+        self._begin = clock(self._device)
         self._found: list[tuple[int, float, float]] = []
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -33,7 +34,7 @@ class Curve(Callback):
         self._path.write_text(json.dumps(self._found))
 
     def _add(self, trainer: L.Trainer, value: float) -> None:
-        self._found.append((trainer.global_step, round(time.perf_counter() - self._begin, 2), round(value, 4)))
+        self._found.append((trainer.global_step, round(clock(self._device) - self._begin, 2), round(value, 4)))
 
 
 class ValidationCurve(Curve):

