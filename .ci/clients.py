@@ -103,5 +103,5 @@ if __name__ == "__main__":
             RESULTS.write_text(
                 json.dumps(dict(sorted({**known, name: found}.items())), indent=1, ensure_ascii=False) + "\n"
             )
-            clients.PAGE.write_text(clients.page())
+    clients.PAGE.write_text(clients.page())  # a new row is in the record of every project by now
     sys.exit(f"error: tests failed in {', '.join(failures)}" if failures else 0)

@@ -36,7 +36,8 @@ LEGEND = """\
   - `Mixup`, `CutMix`, `HiddenMixup`: the mean of the project's own losses of both targets. `HardExampleFilter`: the
     project's own step on the half with the largest losses (`mode="loss"`: their mean). `BatchTransform`, `CutOut`,
     `ProgressiveResizing`, `SequenceLengthWarmup`: the project's own step on batches that were changed by hand.
-    `LengthBuckets`: a loader that has these batches. `BatchSizeWarmup`: bit-equal to Lightning's accumulation.
+    `LengthBuckets`, `DistributedWeightedSampler`: a loader that has these batches. `BatchSizeWarmup`: bit-equal to
+    Lightning's accumulation. `FitsMemory`: the whole batch, where the step with it was made to run out of memory.
   - `LoRA`: only adapters train, the first time by the gradient of the layer's weight. `merge_adapters`: the class
     without adapters validates the same loss. `QAT`: the project's own step with the weights that `quantize` makes;
     `quantize`: the loss that was validated. `Float8`: bit-equal to torchao's own conversion. `LeanLoss`,

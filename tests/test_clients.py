@@ -39,7 +39,8 @@ LEFT_OUT = {  # what is not tried there and has no entry in SETTINGS, which woul
     "sharpness": "is measured after a fit",
 }
 BESIDE = {  # what else has a row
-    *("CutOut", "LengthBuckets", "callbacks", "cross_validate", "find_lr", "optimizer", "resume", "single_bf16"),
+    *("CutOut", "DistributedWeightedSampler", "LengthBuckets", "callbacks", "cross_validate", "find_lr", "optimizer"),
+    *("resume", "single_bf16"),
 }
 
 

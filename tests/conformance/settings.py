@@ -170,7 +170,6 @@ SETTINGS: dict[str, Enrolment] = {
         lt.FitsMemory,
         "FitsMemory",
         *("DeepSpeed", "FSDP2", "manual"),
-        no_client="changes nothing while batches fit; tests/fuzz has every step of random modules fail",
     ),
     "Float8": Enrolment(  # its scales are those of each batch
         naive=lambda batches, seen: NaiveFloat8(),
