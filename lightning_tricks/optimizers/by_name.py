@@ -268,7 +268,7 @@ def _require_trains_right(row: Row, module: nn.Module) -> None:
                 " takes steps of another size, and its gradients cannot be clipped)"
             )
     if rule:
-        strategies = "strategy='fsdp2_bf16' or a DDP strategy" if row.trains_shards else "a DDP strategy"
+        strategies = "a DDP strategy or 'fsdp2_bf16'" if row.trains_shards else "a DDP strategy"
         raise MisconfigurationException(
             f"optimizer({row.name!r}) {rule}, and {type(module).__name__} is trained by"
             f" {type(trainer.strategy).__name__}. Take {row.instead!r}, or {strategies}."
