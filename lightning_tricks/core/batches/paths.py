@@ -206,9 +206,13 @@ def walk_around(batch: Any, targets: Sequence[Path]) -> Iterator[tuple[Path, Any
         if not inner or isinstance(part, Tensor):
             yield path, part
             continue
-        for name, value in getattr(part, "__dict__", {}).items():
+        held = getattr(part, "__dict__", {})
+        kept_inside = [get(part, target) for target in inner if target[0] not in held]  # as PyG's data in a store
+        for name, value in held.items():
             within = [target[1:] for target in inner if target[0] == name]
-            yield from (((*path, name, *rest), leaf) for rest, leaf in walk_around(value, within))
+            for rest, leaf in walk_around(value, within):
+                if not any(leaf is target for target in kept_inside):
+                    yield (*path, name, *rest), leaf
 
 
 def spelled(path: Path) -> str:
