@@ -40,7 +40,7 @@ def require_trials(trainer: L.Trainer, module: L.LightningModule) -> None:
     strategy, devices = trainer.strategy, f"{trainer.world_size} devices, which wait for one that runs out of memory"
     if trainer.world_size > 1 and engine_of(trainer) is Engine.FSDP2:
         problem = f"{type(strategy).__name__} on {devices}: call it on one device"
-    elif trainer.world_size > 1 and getattr(strategy, "compression", None) == "local_sgd":
+    elif getattr(strategy, "is_apart", False):  # DDPPreset's
         problem = f"local SGD on {devices}: call it with another compression"
     elif trainer.world_size > 1 and not module.automatic_optimization:
         problem = f"{type(module).__name__}.automatic_optimization=False on {devices}: call it on one device"

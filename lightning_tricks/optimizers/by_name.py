@@ -248,7 +248,7 @@ def _require_trains_right(row: Row, module: nn.Module) -> None:
             f" of {type(module).__name__}: add it to callbacks=."
         )
     engine, rule = engine_of(trainer), ""
-    if getattr(trainer.strategy, "compression", "none") == "local_sgd" and not row.averages:
+    if getattr(trainer.strategy, "is_apart", False) and not row.averages:  # DDPPreset's
         raise MisconfigurationException(
             f"optimizer({row.name!r}) keeps states in few bits, or in numbers and bases of each rank's own, which"
             f" {type(trainer.strategy).__name__}(compression='local_sgd') cannot average. Take {row.instead!r}, or"
@@ -268,7 +268,7 @@ def _require_trains_right(row: Row, module: nn.Module) -> None:
                 " takes steps of another size, and its gradients cannot be clipped)"
             )
     if rule:
-        strategies = "strategy='fsdp2_bf16' or a DDP strategy" if row.trains_shards else "a DDP strategy"
+        strategies = "a DDP strategy or 'fsdp2_bf16'" if row.trains_shards else "a DDP strategy"
         raise MisconfigurationException(
             f"optimizer({row.name!r}) {rule}, and {type(module).__name__} is trained by"
             f" {type(trainer.strategy).__name__}. Take {row.instead!r}, or {strategies}."

@@ -496,9 +496,11 @@ def test_lazy_layers_that_the_failed_attempt_has_drawn_are_refused() -> None:
     class Lazy(small(3)):  # type: ignore[misc]
         def __init__(self, lr: float = 0.1) -> None:
             super().__init__(lr)
-            self.layers = nn.Sequential(nn.LazyLinear(16), Memory(self.rows), nn.LazyLinear(16), nn.Linear(16, 2))
+            norm = nn.LazyBatchNorm1d()
+            self.layers = nn.Sequential(nn.LazyLinear(16), norm, Memory(self.rows), nn.LazyLinear(16), nn.Linear(16, 2))
 
-    with pytest.raises(MisconfigurationException, match=r"draws the lazy parameter layers\.0\.weight"):
+    trained(type("Fits", (Lazy,), {"rows": 100}), FitsMemory())  # which runs once
+    with pytest.raises(MisconfigurationException, match=r"makes the lazy tensor layers\.0\.weight"):
         trained(Lazy, FitsMemory())  # else layer 2 would have the random numbers of layer 0
 
 

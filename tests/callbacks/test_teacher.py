@@ -271,6 +271,18 @@ def test_lazy_layers_join_once_they_have_weights() -> None:
     assert all((theirs != mine).any() for theirs, mine in others)
 
 
+def test_statistics_of_a_lazy_norm_join_once_there_are_some() -> None:
+    class LazyNorm(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(nn.LazyBatchNorm1d(), nn.Linear(8, 2))
+
+    module, teacher = build(LazyNorm), lt.Teacher(0.8)
+    fit(module, callbacks=[teacher], max_epochs=1)
+    (average,) = teacher.running().values()
+    assert average.tensors.keys() == weights(module).keys() - {"layers.0.num_batches_tracked"}
+
+
 def written_in_memory() -> Any:
     file = io.BytesIO()
     return file, lambda: file.write(b"line")

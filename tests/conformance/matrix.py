@@ -35,6 +35,7 @@ REGIMES = {
     "namespace": "pytorch_lightning",
 }
 PRESETS = ("single_*", "ddp_*", "fsdp2_*", "hsdp_*", "tp_*", "zero*")  # families: rows of their own
+PRESETS += ("ddp_diloco_*", "ddp_*(async_save=True)", "fsdp2_*(async_save=True)")
 ROWS = (*SETTINGS, *PRESETS)
 FOUND = ("right", "refused", "none")
 NO_ROW = {  # of the names of lightning_tricks, and where in tests/ they are tested instead

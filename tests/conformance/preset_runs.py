@@ -12,6 +12,7 @@ import lightning_tricks as lt
 
 TINY = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}  # else ZeRO-3 leaves so few weights whole
 PLAN = {"layers.0": "colwise", "layers.2": "rowwise"}
+IN_STEP = {"local_sgd_period": 1, "outer_lr": 1.0, "outer_momentum": 0.0}  # DiLoCo as data parallelism of SGD
 PRECISIONS = {row["name"]: row["precision"] for row in lt.presets() if row["name"] != "zero3_nvme_bf16"}
 
 
@@ -35,7 +36,13 @@ def of_deepspeed(module: L.LightningModule) -> dict[str, Tensor]:
 
 
 def settings_of(name: str, precision: str) -> dict[str, Any]:
+    """What a Trainer is given for a preset; one whose name ends in "+async" saves while training goes on."""
+    name, later, _ = name.partition("+async")
     overrides: dict[str, Any] = {} if precision == PRECISIONS[name] else {"precision": precision}
+    if later:
+        overrides["async_save"] = True
+    if name == "ddp_diloco_bf16":
+        overrides |= IN_STEP
     if name.startswith("tp_"):
         overrides["plan"] = PLAN
     if name.startswith("zero"):

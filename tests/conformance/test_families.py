@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Callable
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,15 @@ import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset
 
 import lightning_tricks as lt
-from tests.conformance.preset_runs import PLAN, settings_of, whole
+from tests.conformance.preset_runs import IN_STEP, PLAN, settings_of, whole
 from tests.conformance.runs import fp16
 from tests.conformance.test_again import Stop
 from tests.conformance.test_manual import ManualNet
@@ -32,7 +34,10 @@ from tests.ranks import run_ranks
 FAMILIES = {
     "single_*": "single_bf16",
     "ddp_*": "ddp_bf16",
+    "ddp_*(async_save=True)": "ddp_bf16+async",
+    "ddp_diloco_*": "ddp_diloco_bf16",
     "fsdp2_*": "fsdp2_bf16",
+    "fsdp2_*(async_save=True)": "fsdp2_bf16+async",
     "hsdp_*": "hsdp_bf16",
     "tp_*": "tp_bf16",
     "zero*": "zero3_bf16",
@@ -42,7 +47,7 @@ PROCESSES = {
     "hsdp_*": 4,
     "tp_*": 4,
 }  # of two nodes, where there are four; two processes of one node elsewhere
-OWN = {"ddp_*": "DDP", "fsdp2_*": "FSDP2", "hsdp_*": "FSDP2", "tp_*": "FSDP2", "zero*": "DeepSpeed"}
+OWN = {"ddp_": "DDP", "fsdp2_": "FSDP2", "hsdp_": "FSDP2", "tp_": "FSDP2", "zero": "DeepSpeed"}  # of names' beginnings
 PRECISIONS = {"bf16": "bf16-mixed", "fp16": "16-mixed"}  # of a regime
 FIT: dict[str, dict[str, Any]] = {
     "fp32": {},
@@ -96,6 +101,29 @@ def again(module: Any, train: Any, **settings: Any) -> dict[str, Tensor]:
     return gather.weights
 
 
+def own_regime(family: str) -> str | None:
+    """The regime that the strategies of a family are."""
+    return next((regime for begin, regime in OWN.items() if family.startswith(begin)), None)
+
+
+def clipped_apart(train: Any) -> dict[str, Tensor]:
+    """A plain loop of two workers, which clip the gradients of their halves, and take the mean of their weights."""
+    module = build(PlainNet)
+    workers = [deepcopy(module) for _ in range(2)]
+    optimizers = [worker.configure_optimizers() for worker in workers]
+    for x, y in list(train) * quiet["max_epochs"]:
+        for worker, optimizer, own, labels in zip(workers, optimizers, x.chunk(2), y.chunk(2), strict=True):
+            optimizer.zero_grad()
+            F.cross_entropy(worker(own), labels).backward()
+            nn.utils.clip_grad_norm_(worker.parameters(), FIT["clip"]["gradient_clip_val"])
+            optimizer.step()
+        for parameters in zip(*(worker.parameters() for worker in workers), strict=True):
+            mean = torch.stack([parameter.detach() for parameter in parameters]).mean(0)
+            for parameter in parameters:
+                parameter.data.copy_(mean)
+    return weights(workers[0])
+
+
 def lora() -> lt.LoRA:
     return lt.LoRA(r"layers\.0$", r=2, train=r"layers\.2")
 
@@ -113,6 +141,12 @@ def configured(name: str, folder: Path) -> dict[str, Tensor]:
     if name.startswith("tp_"):  # a plan that is not the model's own
         arguments = {"tensor_parallel": "node", "plan": PLAN}
         strategy = {"class_path": "lightning_tricks.FSDP2Preset", "init_args": arguments}
+    elif name.endswith("+async"):
+        kind = "DDPPreset" if name.startswith("ddp_") else "FSDP2Preset"
+        strategy = {"class_path": f"lightning_tricks.{kind}", "init_args": {"async_save": True}}
+    elif name == "ddp_diloco_bf16":
+        arguments = {"compression": "local_sgd", **IN_STEP}
+        strategy = {"class_path": "lightning_tricks.DDPPreset", "init_args": arguments}
     settings = {**quiet, **ALIKE, **machines(), "strategy": strategy, "callbacks": []}
     path = folder / f"{os.environ.get('RANK', 0)}.yaml"
     path.write_text(
@@ -134,9 +168,9 @@ def everything(name: str, folder: Path) -> dict[str, Any]:
         get_accelerator().is_fp16_supported = lambda: True  # CPUs without AMX compute in fp16 as well, slowly
     found: dict[str, Any] = {}
     for regime, settings in FIT.items():
-        if (name, regime) in REFUSED:
+        if (preset := name.partition("+async")[0], regime) in REFUSED:
             with pytest.raises((ValueError, MisconfigurationException), match="16-mixed") as caught:
-                trainer(strategy=name, precision="16-mixed")
+                trainer(strategy=preset, precision="16-mixed")
             found[regime] = str(caught.value)
         else:
             found[regime] = trained(name, PRECISIONS.get(regime, "32-true"), **settings)
@@ -145,7 +179,11 @@ def everything(name: str, folder: Path) -> dict[str, Any]:
     found["iterable"] = trained(name, train=DataLoader(Stream(share(name)), batch_size=None))
     found["compile"] = trained(name, callbacks=[lt.Compile("layers", backend="aot_eager")])
     save = ModelCheckpoint(folder, "middle", every_n_train_steps=7, save_top_k=-1, enable_version_counter=False)
-    assert_equal(trained(name, callbacks=[save], enable_checkpointing=True), found["fp32"])
+    saved = trained(name, callbacks=[save], enable_checkpointing=True)
+    if name == "ddp_diloco_bf16":  # a save makes the workers' momenta their mean
+        assert_close(saved, found["fp32"], 1e-6)
+    else:
+        assert_equal(saved, found["fp32"])
     found["resume"] = trained(name, ckpt_path=folder / "middle.ckpt")
     found["ranks"] = right_or_refused(lambda: trained(name, ckpt_path=folder / "alone.ckpt"))
     found["LoRA"] = right_or_refused(lambda: trained(name, callbacks=[lora()]))
@@ -156,7 +194,8 @@ def everything(name: str, folder: Path) -> dict[str, Any]:
     found["again"] = right_or_refused(lambda: again(build(PlainNet), share(name), **twice))
     trained(name, "bf16-mixed", max_epochs=1)
     found["second"] = trained(name)
-    for regime in ("iterable", "resume", "exception", "second"):
+    assert_equal(found["resume"], saved)
+    for regime in ("iterable", "exception", "second"):
         assert_equal(found[regime], found["fp32"])
     found["yaml"] = configured(name, folder)
     assert_equal(found["yaml"], found["bf16"])
@@ -185,7 +224,7 @@ def test_a_family_is_right_or_refused(family: str, tmp_path: Path, cell: Callabl
     for regime, value in told[0].items():
         if isinstance(value, str):
             said = {"several": "optimizer", "LoRA": "plan cannot split 'layers.0', which has an adapter"}
-            assert said.get(regime, name) in value
+            assert said.get(regime, name.partition("+async")[0]) in value
             cell(family, regime, "refused", value)
             continue
         alone, beside = build(PlainNet), {"callbacks": [lora()]} if regime == "LoRA" else {}
@@ -194,17 +233,18 @@ def test_a_family_is_right_or_refused(family: str, tmp_path: Path, cell: Callabl
             again(alone, loader(80, 16))
         else:
             fit(alone, train=loader(80, 16), **{**FIT.get(regime, {}), **own, **beside})
+        expected = clipped_apart(loader(80, 16)) if (name, regime) == ("ddp_diloco_bf16", "clip") else weights(alone)
         for rank in told:
             given = {key: torch.from_numpy(each) for key, each in rank[regime].items()}
-            assert_close(given, weights(alone), 5e-3 if own else 1e-5)  # DeepSpeed computes with 16-bit weights
+            assert_close(given, expected, 5e-3 if own else 1e-5)  # DeepSpeed computes with 16-bit weights
         if regime == "ranks":
-            (one,) = run_ranks(by_itself, "fsdp2_bf16" if OWN.get(family) == "FSDP2" else name, tmp_path, nprocs=1)
+            (one,) = run_ranks(by_itself, "fsdp2_bf16" if own_regime(family) == "FSDP2" else name, tmp_path, nprocs=1)
             assert_close({key: torch.from_numpy(each) for key, each in one.items()}, weights(alone), 1e-5)
         cell(family, regime, "right", "goes on with its weights" if regime == "again" else "")
     for other in ("DDP", "FSDP2", "DeepSpeed"):
-        if other == OWN.get(family):
+        if other == own_regime(family):
             cell(family, other)  # in fact all that is above
         else:
             cell(family, other, "none", "a strategy itself")
-    own_ddp = OWN.get(family) == "DDP"
+    own_ddp = own_regime(family) == "DDP"
     cell(family, "compiled DDP", *([] if own_ddp else ["none", "a strategy itself"]))

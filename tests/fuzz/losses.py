@@ -39,6 +39,12 @@ def _focal(module: Any, logits: Tensor, y: Tensor) -> Tensor:
     return ((1 - (-losses).exp()) ** 2 * losses).mean()
 
 
+def _added(module: Any, logits: Tensor, y: Tensor) -> Tensor:
+    loss = 0.1 * logits.square().mean()
+    loss += F.cross_entropy(logits, y)
+    return loss
+
+
 def _some(module: Any, logits: Tensor, y: Tensor) -> Tensor | None:
     return None if not module.spec.manual and module.trainer.fit_loop.batch_idx == 1 else F.cross_entropy(logits, y)
 
@@ -57,6 +63,7 @@ LOSSES: dict[str, Loss] = {
     "binary": lambda module, logits, y: F.binary_cross_entropy_with_logits(logits[:, 0], (y == 0).to(logits.dtype)),
     "MSE": lambda module, logits, y: F.mse_loss(logits[:, 0], y.to(logits.dtype)),
     "several": lambda module, logits, y: F.cross_entropy(logits, y) + 0.1 * F.mse_loss(logits[:, 0], y.float()),
+    "added in place": _added,
     "CTC": _ctc,
     "margin": lambda module, logits, y: F.multi_margin_loss(logits, y),
     "own Function": lambda module, logits, y: Squares.apply(logits, y),

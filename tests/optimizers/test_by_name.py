@@ -316,6 +316,8 @@ def test_local_sgd_is_refused_where_states_have_no_mean() -> None:
             continue
         with pytest.raises(MisconfigurationException, match=rf"'{name}'.* cannot average\. Take 'adamw'"):
             module.configure_optimizers()
+        module.trainer = trainer(strategy=lt.DDPPreset(compression="local_sgd"), devices=1)
+        assert module.configure_optimizers()  # one process averages nothing
 
 
 # -- groups -----------------------------------------------------------------------------------------------------------

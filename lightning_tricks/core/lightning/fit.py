@@ -160,12 +160,16 @@ class Fit(_BaseProgress):
 
         ``estimated_stepping_batches`` makes them in ``configure_optimizers``. They have begun at the beginning by then,
         and their workers have read ahead there. A user's callback may restore the loop amid a fit, which reads on.
+        Those that have no position to go on from are left alone: a second start would draw random numbers again.
         """
         loop = self._trainer.fit_loop
-        if loop._combined_loader is not None and not self._begun:
+        current = vars(loop.epoch_loop.batch_progress.current)
+        goes_on = self.reading is not None or "orders" in current  # of a FitSampler that was read by then
+        goes_on = goes_on or bool(state_dict.get("state_dict", {}).get("combined_loader"))
+        if loop._combined_loader is not None and not self._begun and goes_on:
             loop.teardown()  # ends their workers
             loop._combined_loader = None
-            vars(loop.epoch_loop.batch_progress.current).pop("orders", None)  # of a FitSampler that was read by then
+            current.pop("orders", None)
         original(state_dict)
 
     def _begin(self, original: Callable[[], None]) -> None:

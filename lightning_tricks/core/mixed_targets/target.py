@@ -298,8 +298,7 @@ def _written(call: _Call) -> Any:
     target.unclear = target.unclear or call.unclear
     if target.is_loss and not target.branches[0].ndim:
         with torch._C.DisableTorchFunctionSubclass():
-            first, *second = target.branches
-            target.copy_(target.plan.lam * first + (1 - target.plan.lam) * second[0] if second else first)
+            target.copy_(_mixed(target.branches, target.plan))
     return target
 
 

@@ -76,7 +76,7 @@ class ModuleState:
         self._bytes: list[tuple[Any, bytes, str]] = []  # arrays and random generators, what they hold, and their paths
         self._seen: set[int] = set()
         self._weights: set[int] = set()  # ids of parameters
-        self._lazy: list[tuple[Tensor, str]] = []  # parameters that a step will draw, and their paths
+        self._lazy: list[tuple[Tensor, str]] = []  # tensors of lazy layers, which a step will make, and their paths
         self._root = type(module).__name__
         self._registered = {id(weight) for weight in module.parameters()} if deep else set()
         self._note_modules(module, self._root)
@@ -130,7 +130,9 @@ class ModuleState:
             data: The ``.data`` of a weight, or of another tensor that a step has taken it of, through which it is
                 restored; None for other tensors, of which graphs must notice that they are written.
         """
-        if not (value.is_inference() or is_lazy(value) or _is_expanded(value)):
+        if is_lazy(value):
+            self._lazy.append((value, path))
+        elif not (value.is_inference() or _is_expanded(value)):
             contents = bits(value).clone()
             self._copied[id(value)] = value, versions([value]), contents, path
             if data is None:
@@ -224,7 +226,7 @@ class ModuleState:
         return next((path for tensor, mark, path in self._watched.values() if _mark(tensor, mark) != mark), None)
 
     def refuse_writes(self) -> None:
-        """Raise if a tensor was written that was not copied, or a lazy one drawn, which ``restore`` cannot undo.
+        """Raise if a tensor was written that was not copied, or a lazy one made, which ``restore`` cannot undo.
 
         Raises:
             MisconfigurationException: With the path of the tensor.
@@ -240,12 +242,12 @@ class ModuleState:
                     f"A step of {self._root} writes into the {what}, and a second run of the step would do so again:"
                     f" {remedy}."
                 )
-        for weight, path in self._lazy:
-            if not is_lazy(weight):  # what it was drawn with, a second run would draw for something else
+        for tensor, path in self._lazy:
+            if not is_lazy(tensor):  # what it was drawn with, a second run would draw for something else
                 raise MisconfigurationException(
-                    f"A step of {self._root} draws the lazy parameter {path.removeprefix(self._root + '.')}, and a"
-                    " second run of the step would have other random numbers: run a batch through the module before"
-                    " the fit."
+                    f"A step of {self._root} makes the lazy tensor {path.removeprefix(self._root + '.')}, and a second"
+                    " run of the step would not, and so have other random numbers: run a batch through the module"
+                    " before the fit."
                 )
 
     def refuse_counts(self) -> None:

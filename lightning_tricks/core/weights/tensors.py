@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 
 
 def bits(tensor: Tensor) -> Tensor:
@@ -49,14 +50,17 @@ def trainable(module: nn.Module) -> dict[str, Tensor]:
 
 
 def float_buffers(module: nn.Module) -> dict[str, Tensor]:
-    """The floating-point buffers that are saved, by name, for example the running statistics of BatchNorm."""
+    """The floating-point buffers that are saved, by name, for example the running statistics of BatchNorm.
+
+    Those of lazy layers are not there before these know their shapes.
+    """
     caches = {
         f"{path}.{name}" if path else name
         for path, owner in module.named_modules()
         for name in owner._non_persistent_buffers_set  # torch has no public list of them
     }
-    named = module.named_buffers()
-    return {name: buffer for name, buffer in named if buffer.is_floating_point() and name not in caches}
+    named = {name: buffer for name, buffer in module.named_buffers() if not is_lazy(buffer)}
+    return {name: buffer for name, buffer in named.items() if buffer.is_floating_point() and name not in caches}
 
 
 @torch.no_grad()

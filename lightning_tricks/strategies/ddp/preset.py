@@ -85,7 +85,7 @@ class DDPPreset(PresetStrategy, DDPStrategy):
         MisconfigurationException: When training starts with "local_sgd" and Lightning's averages of weights, a teacher
             that is one, averages of ours in "16-mixed", or an optimizer that shards its states: the weights of the
             ranks differ between averages. With more fragments than layers. With an outer optimizer and
-            ``RewindOnSpike``, Lookahead or schedule-free optimizers, which set weights back by themselves.
+            ``RewindOnSpike``, Lookahead (Ranger has it, too) or schedule-free optimizers, which set weights back.
 
     Example:
         >>> import lightning as L
@@ -318,7 +318,7 @@ class DDPPreset(PresetStrategy, DDPStrategy):
                     f" between averages, got {name}, which shards its states among all nodes. Take another optimizer,"
                     " or choose compression='bf16' or 'powersgd'."
                 )
-            if self.has_outer_optimizer and re.search("Lookahead|ScheduleFree", name):
+            if self.has_outer_optimizer and re.search("Lookahead|Ranger|ScheduleFree", name):
                 raise MisconfigurationException(
                     f"strategy={self.strategy_name!r} with an outer optimizer moves the weights, got {name}, which"
                     " moves them back to a copy of its own. Take the optimizer within it, AdamW for instance, or leave"

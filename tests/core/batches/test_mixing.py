@@ -367,6 +367,34 @@ def test_the_other_attributes_of_an_object_that_holds_the_target_are_parts_too(d
         assert run.global_step == 1
 
 
+def test_a_target_that_an_object_keeps_in_a_store_is_no_part_beside_itself() -> None:
+    class Kept:
+        """A batch whose attributes are in a store, as those of PyG are."""
+
+        def __init__(self, **parts: Any) -> None:
+            self.__dict__["_store"] = parts
+
+        def __getattr__(self, name: str) -> Any:
+            if name not in self.__dict__.get("_store", ()):
+                raise AttributeError(name)
+            return self._store[name]
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            self._store[name] = value
+
+    class Reads(PlainNet):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return F.cross_entropy(self(batch.x), batch.y)
+
+    def collated(rows: Any) -> Any:
+        x, y = map(torch.stack, zip(*rows, strict=True))
+        return Kept(x=x, y=y)
+
+    train = DataLoader(data(), 8, collate_fn=collated)
+    mixup = lt.HiddenMixup("layers.2", target="y")
+    assert fit(build(Reads), train=train, callbacks=[mixup], limit_val_batches=0, max_steps=1).global_step == 1
+
+
 def test_a_batch_like_the_last_one_is_not_checked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     callback, checked = lt.Mixup(), []
     monkeypatch.setattr(callback, "_require_parts", lambda context, size: checked.append(size))

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
+import torch.nn.functional as F
 from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler
 
 import lightning_tricks as lt
-from tests.nets import trainer
+from tests.nets import PlainNet, assert_equal, build, fit, trainer, weights
 
 EPOCHS = {"max_epochs": 4}
 STEPS = {"max_epochs": -1, "max_steps": 12}
@@ -123,3 +125,27 @@ def test_a_users_callback_may_restore_the_loop_amid_an_epoch() -> None:
     numbers: Any = torch.arange(6.0)[:, None]
     run.fit(module := Notes(), DataLoader(numbers, 2), DataLoader(numbers, 3))
     assert (len(states), len(module.seen), run.current_epoch) == (2, 9, 3)
+
+
+@pytest.mark.parametrize("trick", [partial(lt.EMA, at_end="raw"), lt.SkipNonFinite])
+def test_a_module_that_counts_its_steps_goes_on_with_the_random_numbers_of_lightnings_own_resume(
+    trick: Any, tmp_path: Path
+) -> None:
+    class Counts(PlainNet):
+        """Has its loaders made before the checkpoint is restored, and draws random numbers in its steps."""
+
+        def configure_optimizers(self) -> Any:
+            assert self.trainer.estimated_stepping_batches > 0
+            return super().configure_optimizers()
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            x, y = batch
+            return F.cross_entropy(self(F.dropout(x)), y)
+
+    fit(build(Counts), max_epochs=1).save_checkpoint(tmp_path / "x.ckpt")
+    ends = []
+    for callbacks in ([], [trick()]):
+        module = build(Counts)
+        fit(module, callbacks=callbacks, max_epochs=3, ckpt_path=tmp_path / "x.ckpt")
+        ends.append(weights(module))
+    assert_equal(*ends)

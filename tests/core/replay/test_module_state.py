@@ -729,10 +729,10 @@ def test_lazy_layers_are_refused_that_a_step_draws_before_it_runs_again(name: st
     class Lazy(PlainNet):
         def __init__(self, lr: float = 0.1) -> None:
             super().__init__(lr)
-            self.layers = nn.Sequential(nn.LazyLinear(16), nn.Dropout(0.5), nn.Linear(16, 2))
+            self.layers = nn.Sequential(nn.LazyLinear(16), nn.LazyBatchNorm1d(), nn.Dropout(0.5), nn.Linear(16, 2))
 
     trick = lt.ActivationCheckpointing("layers") if name == "ActivationCheckpointing" else getattr(lt, name)()
-    with pytest.raises(MisconfigurationException, match=r"draws the lazy parameter (layers\.)?0\.weight"):
+    with pytest.raises(MisconfigurationException, match=r"makes the lazy tensor (layers\.)?0\.weight"):
         fit(build(Lazy), callbacks=[trick], max_epochs=1)
     drawn = build(Lazy)
     drawn(torch.zeros(2, 8))

@@ -246,6 +246,7 @@ def all_fits(folder: str) -> dict[str, Any]:
     seen = Weights()
     found["validated"] = trained(callbacks=[seen], limit_val_batches=1, val_check_interval=6)
     found["seen"] = {"steps": seen.steps, "validated": seen.validated}
+    refused(None, "Ranger21, which moves them back to a copy of its own", kind=RangerNet)
     return found
 
 
@@ -287,6 +288,11 @@ def bytes_of_steps(**settings: Any) -> list[int]:
 class SlowNet(PlainNet):
     def configure_optimizers(self) -> Any:
         return lt.optimizer("lookahead_adamw", self, 0.01)
+
+
+class RangerNet(PlainNet):
+    def configure_optimizers(self) -> Any:
+        return lt.optimizer("ranger21", self, 0.01, num_iterations=100)
 
 
 class FreeNet(PlainNet):
