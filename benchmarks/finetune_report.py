@@ -87,9 +87,9 @@ def draw(path: Path, made: dict[str, Any]) -> None:
     colours = {row["trick"]: f"C{place % 10}" for place, row in enumerate(rows)}
     for line in made["curves"]:
         places, _, values = zip(*line["points"], strict=True)
-        if (line["regime"], line["seed"]) == (regime, 0) and places[-1] == rows[0][
-            "steps"
-        ]:  # not those of other lengths
+        if line["trick"] not in colours or (line["regime"], line["seed"]) != (regime, 0):
+            continue
+        if places[-1] == rows[0]["steps"]:  # not those of other lengths
             left.plot(places, [100 * value for value in values], color=colours[line["trick"]], label=line["trick"])
     left.set(xlabel="steps", ylabel="balanced validation accuracy, first seed")
     left.legend(frameon=False, fontsize=7)
