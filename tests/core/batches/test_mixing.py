@@ -372,7 +372,10 @@ def test_a_target_that_an_object_keeps_in_a_store_is_no_part_beside_itself() -> 
         """A batch whose attributes are in a store, as those of PyG are."""
 
         def __init__(self, **parts: Any) -> None:
-            self.__dict__["_store"] = parts
+            self._store = parts
+
+        def __copy__(self) -> Any:
+            return Kept(**self._store)
 
         def __getattr__(self, name: str) -> Any:
             if name not in self.__dict__.get("_store", ()):
@@ -380,7 +383,7 @@ def test_a_target_that_an_object_keeps_in_a_store_is_no_part_beside_itself() -> 
             return self._store[name]
 
         def __setattr__(self, name: str, value: Any) -> None:
-            self._store[name] = value
+            (self.__dict__ if name == "_store" else self._store)[name] = value
 
     class Reads(PlainNet):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
