@@ -49,7 +49,11 @@ def bce_targets(labels: Tensor, classes: int, *, smoothing: float = 0.0, thresho
     check_type("labels", labels, Tensor)
     if labels.ndim != 1 or labels.is_floating_point() or labels.dtype == torch.bool:
         raise ValueError(f"labels must be classes (B,), integers, got {labels.dtype} {tuple(labels.shape)}.")
-    hot = F.one_hot(labels.long(), classes).to(torch.get_default_dtype()) * (1 - smoothing) + smoothing / classes
+    try:
+        one_hot = F.one_hot(labels.long(), classes)
+    except RuntimeError as error:  # from a CPU; on a GPU it would come later, from elsewhere
+        raise ValueError(f"labels must be in [0, classes), got classes={classes}: {error}") from error
+    hot = one_hot.to(torch.get_default_dtype()) * (1 - smoothing) + smoothing / classes
     if threshold is None:
         return hot
     if not isinstance(hot, MixedTarget) or not hot.plan.open or len(hot.branches) == 1:

@@ -832,6 +832,8 @@ def suited(spec: Spec) -> Spec:
         spec = replace(spec, writes=tuple(w for w in spec.writes if not (encoders and w.owner == "momentum encoder")))
     if any(name.endswith("loads weights") for name in spec.hooks):
         without |= {"pruning"}
+    if any(state.kind == "generator" for state in spec.states):  # pruning copies the module, in each fit
+        without |= {"pruning"}
     if "renames" in spec.callbacks or spec.net == "lazy" or spec.net in IN_PYTHON:  # pruning needs weights that stay
         without |= {"pruning"}
     if spec.trainer in ("accumulate", *SEVERAL):

@@ -112,6 +112,8 @@ def test_samples_are_known_to_other_tricks() -> None:
         ({"labels": [0, 1]}, TypeError, "labels must be Tensor, got"),
         ({"labels": torch.ones(2)}, ValueError, r"labels must be classes \(B,\), integers, got torch.float32"),
         ({"labels": torch.ones(2, 2).long()}, ValueError, r"got torch.int64 \(2, 2\)"),
+        ({"labels": torch.tensor([0, 2])}, ValueError, r"labels must be in \[0, classes\), got classes=2: "),
+        ({"labels": torch.tensor([0, -1])}, ValueError, r"labels must be in \[0, classes\), got classes=2: "),
     ],
     ids=str,
 )
