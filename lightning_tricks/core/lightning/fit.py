@@ -72,6 +72,7 @@ class Fit(_BaseProgress):
         self.place = Place()
         self.undo = ExitStack()  # closed when the fit ends or fails
         self._trainer = trainer
+        self.has_read_samplers = False  # a FitSampler asks where the fit is
         self.reading: Any = None  # that of the training loaders in the present fit or the last, if it is followed
         self.reading_ended = True
         self.is_trial = False  # whether the fit stands for another one, whose plan its schedules show
@@ -163,13 +164,12 @@ class Fit(_BaseProgress):
         Those that have no position to go on from are left alone: a second start would draw random numbers again.
         """
         loop = self._trainer.fit_loop
-        current = vars(loop.epoch_loop.batch_progress.current)
-        goes_on = self.reading is not None or "orders" in current  # of a FitSampler that was read by then
-        goes_on = goes_on or bool(state_dict.get("state_dict", {}).get("combined_loader"))
+        states = state_dict.get("state_dict", {}).get("combined_loader")
+        goes_on = self.reading is not None or self.has_read_samplers or bool(states)
         if loop._combined_loader is not None and not self._begun and goes_on:
             loop.teardown()  # ends their workers
             loop._combined_loader = None
-            current.pop("orders", None)
+            vars(loop.epoch_loop.batch_progress.current).pop("orders", None)  # of a FitSampler that was read by then
         original(state_dict)
 
     def _begin(self, original: Callable[[], None]) -> None:

@@ -68,7 +68,7 @@ def find_reader() -> Reader:
 
 
 def _reader(trainer: L.Trainer, passed: list[object]) -> Reader:
-    fit_of(trainer)  # has loaders made anew that are read before a checkpoint is restored
+    fit_of(trainer).has_read_samplers = True  # has loaders made anew that are read before a checkpoint is restored
     ranks = trainer.distributed_sampler_kwargs or {}  # tensor-parallel ranks share their samples
     world, rank = ranks.get("num_replicas", 1), ranks.get("rank", 0)
     loop = trainer.fit_loop
