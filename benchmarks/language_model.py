@@ -1,10 +1,10 @@
 """A language model of a million weights on bytes of real documentation: optimizers, schedules and averages.
 
-``nice python benchmarks/language_model.py`` (some four hours of one core; ``--reduced`` tries it for a few steps).
+``nice python benchmarks/language_model.py`` (some two hours of one core; ``--reduced`` tries it for a few steps).
 The text is that of ``corpus.py``: the documentation strings of Python's library and of numpy, whose licences and bytes
 are in the result. The network is the GPT-2 of transformers: three layers of 168 features, sequences of 128 bytes.
 
-All train for 1,000 steps of 16 sequences. AdamW at a constant rate is plain training; each optimizer has a rate of its
+All train for 1,000 steps of 8 sequences. AdamW at a constant rate is plain training; each optimizer has a rate of its
 own, chosen in a quarter of the length (``tuned.py``), and the other optimizers have the cosine beside which they were
 proposed. SAM, whose step takes twice as long, has half of the steps. The loss is in nats per byte; ``curves`` has the
 mean training loss and the seconds of every fortieth of training, for the picture ``language_model.svg``.
@@ -69,7 +69,7 @@ class Scale(NamedTuple):
     strings: int | None = None  # of each source; None: all
 
 
-FULL = Scale(Budget(1000, 3, 248), Shape(3, 168, 6), batch=16, tested=512)
+FULL = Scale(Budget(1000, 3, 248), Shape(3, 168, 6), batch=8, tested=512)
 REDUCED = Scale(Budget(EPOCHS, 2, 0), Shape(1, 16, 2, length=16), batch=4, tested=8, strings=200)
 
 
@@ -147,7 +147,14 @@ class Network(nn.Module):
         dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
         special = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
         self.model = GPT2LMHeadModel(
-            GPT2Config(vocab_size=shape.vocabulary, use_cache=False, **size, **dropout, **special)
+            GPT2Config(
+                vocab_size=shape.vocabulary,
+                use_cache=False,
+                activation_function="gelu_pytorch_tanh",  # that of GPT-2, in one operation
+                **size,
+                **dropout,
+                **special,
+            )
         )
 
     def forward(self, tokens: Tensor) -> Tensor:

@@ -53,7 +53,7 @@ from tests.fuzz.losses import LOSSES
 from tests.fuzz.migrations import MIGRATIONS, Migration, part_of
 from tests.fuzz.padded import Padded
 from tests.fuzz.parts import DIFFERENTIATES, EXTRAS
-from tests.fuzz.states import KINDS, MOMENTS, PLACES, State, told
+from tests.fuzz.states import KINDS, MOMENTS, PLACES, UNCOPIED, State, told
 from tests.fuzz.writes import MOMENTS as OF_WRITES
 from tests.fuzz.writes import OWNERS, SPELLINGS, Write
 from tests.nets import Stream
@@ -832,7 +832,7 @@ def suited(spec: Spec) -> Spec:
         spec = replace(spec, writes=tuple(w for w in spec.writes if not (encoders and w.owner == "momentum encoder")))
     if any(name.endswith("loads weights") for name in spec.hooks):
         without |= {"pruning"}
-    if any(state.kind == "generator" for state in spec.states):  # pruning copies the module, in each fit
+    if any(state.kind in UNCOPIED for state in spec.states):  # pruning copies the module, in each fit
         without |= {"pruning"}
     if "renames" in spec.callbacks or spec.net == "lazy" or spec.net in IN_PYTHON:  # pruning needs weights that stay
         without |= {"pruning"}

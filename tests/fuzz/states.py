@@ -410,6 +410,7 @@ KINDS: dict[str, tuple[Callable[[], Any], Change]] = {
     "closure": (_counter, lambda value, step: value()),
     "file in memory": (io.BytesIO, lambda value, step: value.write(b"line\n") * 0 or None),
 }
+UNCOPIED = {"generator", *(kind for kind in KINDS if "tensor with columns" in kind or "tensor with a unit" in kind)}
 
 Keys = tuple[Any, ...]
 PLACES: dict[str, tuple[Callable[[Any], Any], Keys]] = {  # what holds a value, and the way to the value in it
