@@ -210,6 +210,7 @@ def test_the_next_call_goes_on_where_the_time_was_over(script: Any, tmp_path: Pa
     assert outcomes(tmp_path) == {"test_first": "passed", "test_second": "passed"}
 
 
+@pytest.mark.slow
 def test_a_file_that_cannot_be_loaded_is_tried_once(script: Any, tmp_path: Path) -> None:
     assert work(script, tmp_path, pytests(tmp_path, "import nothing_of_the_kind"))
     assert outcomes(tmp_path) == {"the file": "failed ModuleNotFoundError: No module named 'nothing_of_the_kind'"}

@@ -131,6 +131,7 @@ def test_a_scaled_decay_forgets_as_fast_per_sample() -> None:
         lt.functional.scale_ema_decay(1, batch_size=1, base_batch_size=1)
 
 
+@pytest.mark.slow
 def test_the_fp32_average_of_bf16_weights_stays_exact_through_validations() -> None:
     naive, ema, module = NaiveEMA(0.999), lt.EMA(0.999, warmup=False), build(lr=0.01)
     fit(module, train=loader(400), precision="bf16-true", callbacks=[ema, naive], max_epochs=20)  # 1,000 steps

@@ -268,6 +268,7 @@ def ended(*callbacks: Callback, base: Any = NormNet, **settings: Any) -> dict[st
     return weights(module)
 
 
+@pytest.mark.slow
 def test_a_trick_at_its_limit_changes_nothing() -> None:
     alone = ended()
     assert_equal(ended(lt.EMA(0)), alone)

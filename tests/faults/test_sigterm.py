@@ -15,6 +15,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from tests.faults import everything
 from tests.faults.runs import differences, load
 from tests.faults.test_interrupt import Watch
+from tests.few import few
 from tests.ranks import run_ranks
 
 PLACES = [("on_before_backward", 8), ("on_validation_batch_end", 6), ("on_train_batch_end", 9)]
@@ -52,10 +53,8 @@ def terminated(folder: str, training: str, hook: str, step: int) -> None:
     assert not differences(everything.outcome(made, resumed), expected)
 
 
-@pytest.mark.parametrize(("hook", "step"), PLACES)
-@pytest.mark.parametrize(
-    "training", ["everything", *(pytest.param(each, marks=pytest.mark.slow) for each in ("adapters", "experts"))]
-)
+@pytest.mark.parametrize(("hook", "step"), few(PLACES, 2))
+@pytest.mark.parametrize("training", few(["everything", "adapters", "experts"], 1))
 def test_a_training_that_is_terminated_saves_and_goes_on_exactly(
     training: str, hook: str, step: int, tmp_path: Path
 ) -> None:

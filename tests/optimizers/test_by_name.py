@@ -295,6 +295,7 @@ def steps_of_muon(case: tuple[str, tuple[int, ...]]) -> list[Tensor]:
     return [weight.full_tensor() if shape else weight.detach() for weight in net.parameters()]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not row_of("muon").trains_shards, reason="this timm's Muon knows no shards")
 def test_muon_trains_shards_of_four_ranks_as_whole_weights() -> None:
     cases: list[tuple[str, tuple[int, ...]]] = [("muon", (4,)), ("muon", (2, 2))]
