@@ -9,7 +9,7 @@ from typing import final
 
 import torch
 from torch import Tensor
-from torch.utils.data import BatchSampler
+from torch.utils.data import BatchSampler, DataLoader
 from typing_extensions import override
 
 from lightning_tricks.core.call_stack import callers
@@ -137,7 +137,12 @@ class LengthBuckets(BucketSampler):
         return self.batch_size * (math.floor(steps) if self.drop_last else math.ceil(steps))
 
     def _refuse_others(self, caller: object) -> None:
-        """Raise if a BatchSampler that cuts the samples into other batches asks for them."""
+        """Raise if a BatchSampler that cuts the samples into other batches asks for them, or a loader without one."""
+        if isinstance(caller, DataLoader) and caller.batch_sampler is self:
+            raise ValueError(
+                "LengthBuckets gives samples, not batches, and is the batch_sampler of a DataLoader: use"
+                f" DataLoader(dataset, batch_size={self.batch_size}, sampler=...)."
+            )
         if isinstance(caller, BatchSampler) and caller.batch_size != self.batch_size:
             raise ValueError(
                 f"LengthBuckets(batch_size={self.batch_size}) is in a DataLoader with batches of {caller.batch_size}:"

@@ -179,6 +179,13 @@ def test_another_batch_size_and_another_data_set_are_refused() -> None:
     other = DataLoader(Numbered(44), 8, sampler=lt.LengthBuckets(lognormal(44), 4))
     with pytest.raises(ValueError, match=r"LengthBuckets\(batch_size=4\) is in a DataLoader with batches of 8"):
         trainer().fit(Recorder(), other)
+    whole = DataLoader(Numbered(44), batch_sampler=lt.LengthBuckets(lognormal(44), 4))
+    with pytest.raises(
+        ValueError, match=(told := r"not batches, .* DataLoader\(dataset, batch_size=4, sampler=\.\.\.\)\.")
+    ):
+        list(whole)
+    with pytest.raises(ValueError, match=told):
+        trainer().fit(Recorder(), whole)
     fewer = DataLoader(Numbered(45), 4, sampler=lt.LengthBuckets(lognormal(44), 4))
     with pytest.raises(ValueError, match="got 44 lengths and 45 samples"):
         trainer().fit(Recorder(), fewer)
