@@ -1,8 +1,8 @@
 """Does a gain grow, stay or vanish with more data and more weights? The language model at 1, 4 and 16 times of both.
 
-``nice python benchmarks/gain_scaling.py`` (about half an hour of one core; ``--reduced`` tries it for a few steps). The text,
-network and rules are those of ``language_model.py``, whose training takes five times as long. Data: a sixteenth, a
-quarter and all of the text, with 84 features; weights: 42, 84 and 168 features, which is about 1, 4 and 16 times the
+``nice python benchmarks/gain_scaling.py`` (about half an hour of one core; ``--reduced`` tries it for a few steps). The
+text, network and rules are those of ``language_model.py``, whose training takes five times as long. Data: a sixteenth,
+a quarter and all of the text, with 84 features; weights: 42, 84 and 168 features, which is about 1, 4 and 16 times the
 weights, with all of the text. All train for as many steps, so that less text has more epochs. It writes
 ``benchmarks/results/gain_scaling.json``, and draws the gains over plain training beside it, and goes on in another
 session (``kept_runs.py``).

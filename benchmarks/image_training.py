@@ -31,6 +31,7 @@ class Size(NamedTuple):
     train: int
     other: int  # pictures of validation, and as many of the test
     batch: int
+    characters: str = CHARACTERS
 
 
 class Plain(NamedTuple):
@@ -71,8 +72,9 @@ class GlyphData(L.LightningDataModule):
 
     def setup(self, stage: str) -> None:
         """The data, drawn once."""
-        pixels, train, other, _ = self.size
-        self.data = {part: TensorDataset(*tensors) for part, tensors in load_glyphs(pixels, train, other).items()}
+        pixels, train, other, _, characters = self.size
+        drawn = load_glyphs(pixels, train, other, characters)
+        self.data = {part: TensorDataset(*tensors) for part, tensors in drawn.items()}
 
     def train_dataloader(self) -> DataLoader[Any]:
         """Batches in a new order in every epoch."""
@@ -104,7 +106,7 @@ def fit(
     name = made.optimizer or plain.optimizer
     further = {**({"momentum": 0.9, "nesterov": True} if name == "sgd" else {}), **made.settings}
     settings: dict[str, Any] = {"lr": lr, "weight_decay": plain.weight_decay, "label_smoothing": made.smoothing}
-    return trainer, Measured(plain.network(), len(CHARACTERS), name, further, **settings), GlyphData(size)
+    return trainer, Measured(plain.network(), len(size.characters), name, further, **settings), GlyphData(size)
 
 
 def run(name: str, plain: Plain, size: Size, settings: Settings) -> list[Row]:
