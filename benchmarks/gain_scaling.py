@@ -18,8 +18,7 @@ from typing import Any
 
 from corpus import described, load_documentation
 from kept_runs import kept_runs
-from language_model import FULL, REDUCED, TRICKS, Network, Scale, Shape, Trick, fit, load_bytes
-from quality import Recipe
+from language_model import FULL, REDUCED, TRICKS, Network, Scale, Shape, Trick, fit, load_bytes, scheduled
 from quality_report import PLAIN
 from rows import written
 from tables import RESULTS
@@ -33,7 +32,7 @@ SHARES, WIDTHS, MIDDLE = (1 / 16, 1 / 4, 1.0), (42, 84, 168), 84
 CELLS = list(dict.fromkeys([(share, MIDDLE) for share in SHARES] + [(1.0, width) for width in WIDTHS]))
 SHORT = FULL._replace(budget=Budget(192, 3, 48))
 SOME: dict[str, Trick] = {name: TRICKS[name] for name in (PLAIN, "EMA", "cosine", "cosine, Muon")}
-SOME |= {"SAM": Trick(lambda: Recipe((lt.SAMCallback(),)))}
+SOME |= {"SAM": Trick(lambda: scheduled("constant", lt.SAMCallback()))}
 
 
 def load_share(scale: Scale, share: float) -> Split:
