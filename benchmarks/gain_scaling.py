@@ -12,22 +12,25 @@ from __future__ import annotations
 
 import argparse
 import gc
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import finetune_report
 from corpus import described, load_documentation
 from kept_runs import kept_runs
 from language_model import FULL, REDUCED, TRICKS, Network, Scale, Shape, Trick, fit, load_bytes, scheduled
-from quality_report import PLAIN
+from quality_report import PLAIN, interval
 from rows import written
-from tables import RESULTS
-from tuned import PARTS, Budget, Contender, measure, table
+from tables import RESULTS, grid
+from tuned import PARTS, Budget, Contender, measure, measured_on, table
 
 import lightning_tricks as lt
 from lightning_tricks.examples.tasks import Split
 from lightning_tricks_cli.runs.demo import small_runs
 
+SIZES = ("sequences", "weights")
 SHARES, WIDTHS, MIDDLE = (1 / 16, 1 / 4, 1.0), (42, 84, 168), 84
 CELLS = list(dict.fromkeys([(share, MIDDLE) for share in SHARES] + [(1.0, width) for width in WIDTHS]))
 SHORT = FULL._replace(budget=Budget(192, 3, 48))
@@ -84,6 +87,48 @@ def result(found: dict[tuple[float, int], dict[str, list[Any]]], scale: Scale) -
     }
 
 
+def trend(first: Mapping[str, float], last: Mapping[str, float]) -> str:
+    """Whether a gain has grown, by its intervals."""
+    if last["low"] > first["high"]:
+        return "it grows"
+    return "it shrinks" if last["high"] < first["low"] else "no trend is told"
+
+
+def along(rows: Sequence[dict[str, Any]], size: str) -> dict[str, list[dict[str, Any]]]:
+    """The rows of each trick, from the smallest size to the largest."""
+    fixed, value = ("width", MIDDLE) if size == "sequences" else ("share", 1.0)
+    mine = sorted((row for row in rows if row[fixed] == value), key=lambda row: row[size])
+    return {name: [row for row in mine if row["trick"] == name] for name in SOME if name != PLAIN}
+
+
+def section(made: dict[str, Any]) -> str:
+    """The part of the README: what each gain does with more data and more weights, the picture, the figures."""
+    budget, lines, head = made["settings"]["budget"], [], ["", *map(str, SIZES)]
+    rows = {size: along(made["rows"], size) for size in SIZES}
+    for name in rows["weights"]:
+        ends = {size: [each[name][0]["gain"], each[name][-1]["gain"]] for size, each in rows.items()}
+        told = [f"with more {size} {trend(*ends[size])}, {' and '.join(map(interval, ends[size]))}" for size in SIZES]
+        lines.append(f"- **{name}**: {'; '.join(told)}.")
+    cells = [
+        (name, *(", ".join(f"{row[size]:,}: {interval(row['gain'])}" for row in rows[size][name]) for size in SIZES))
+        for name in rows["weights"]
+    ]
+    return "\n\n".join(
+        [
+            "#### Do gains grow, stay or vanish with more data and more weights?",
+            f"`python benchmarks/gain_scaling.py`: the language model for {budget['steps']} steps, {budget['seeds']}"
+            " seeds, with a sixteenth, a quarter and all of the text, and with about 1, 4 and 16 times the weights,"
+            " each at learning rates of its own. Hundredths of a nat per byte over AdamW at a constant rate, with 95%"
+            " intervals, at the smallest and the largest size.",
+            "\n".join(lines),
+            "![Gains over plain training against data and against weights](results/gain_scaling.svg)",
+            f"<details>\n<summary>All figures</summary>\n\n{measured_on(made['machines'])}",
+            grid(head, cells),
+            "</details>",
+        ]
+    )
+
+
 def draw(path: Path, made: dict[str, Any]) -> None:
     """The gain of each trick, by data and by weights, with its interval."""
     from matplotlib import rc_context
@@ -91,22 +136,17 @@ def draw(path: Path, made: dict[str, Any]) -> None:
 
     figure = Figure(figsize=(8, 3.4), layout="constrained")
     axes = figure.subplots(1, 2, sharey=True)
-    lines = {
-        "sequences": [row for row in made["rows"] if row["width"] == MIDDLE],
-        "weights": [row for row in made["rows"] if row["share"] == 1.0],
-    }
-    for axis, (along, rows) in zip(axes, lines.items(), strict=True):
+    for axis, size in zip(axes, SIZES, strict=True):
         axis.axhline(0, color="#999999", linewidth=1)
-        for place, name in enumerate(name for name in SOME if name != PLAIN):
-            mine = sorted((row for row in rows if row["trick"] == name), key=lambda row: row[along])
-            places = [row[along] * (1 + 0.04 * place) for row in mine]  # beside each other
+        for place, (name, mine) in enumerate(along(made["rows"], size).items()):
+            places = [row[size] * (1 + 0.04 * place) for row in mine]  # beside each other
             gains = [row["gain"] for row in mine]
             spread = [
                 [each["points"] - each["low"] for each in gains],
                 [each["high"] - each["points"] for each in gains],
             ]
             axis.errorbar(places, [each["points"] for each in gains], spread, label=name, marker="o", ms=4, capsize=2)
-        axis.set(xscale="log", xlabel=f"{along} of training" if along == "sequences" else along)
+        axis.set(xscale="log", xlabel=f"{size} of training" if size == "sequences" else size)
     axes[0].set_ylabel("gain over plain training (0.01 nats)")
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right", fontsize=8, frameon=False)
     with rc_context({"svg.hashsalt": path.stem, "svg.fonttype": "none"}):
@@ -130,6 +170,8 @@ def main() -> None:
             (output / "gain_scaling.json").write_text(written(made := result(found, scale)))
             print(f"{share:g} of the text, {width} features\n\n{table(found[share, width]['rows'])}\n", flush=True)
     draw(output / "gain_scaling.svg", made)
+    if output == RESULTS:
+        finetune_report.renew("gain_scaling", section(made))
 
 
 if __name__ == "__main__":

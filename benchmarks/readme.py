@@ -19,6 +19,7 @@ import finetune
 import finetune_images
 import finetune_report
 import forest
+import gain_scaling
 import illustrations
 import language_model
 import matrix
@@ -69,7 +70,7 @@ if __name__ == "__main__":
     renew(list(discovered()))
     quality_report.renew(evidence.result("quality"))
     claims.renew(evidence.result("claims"), evidence.result("quality"))
-    for larger in (finetune, finetune_images, language_model):
+    for larger in (finetune, finetune_images, language_model, gain_scaling):
         if (quality_report.RESULTS / f"{larger.__name__}.json").exists():
             finetune_report.renew(larger.__name__, larger.section(evidence.result(larger.__name__)))
     quality_report.draw(quality_report.PICTURE, evidence.result("quality"))

@@ -197,6 +197,21 @@ def test_gains_are_measured_with_more_data_and_more_weights(tmp_path: Path, monk
     assert (less["weights"], smaller["sequences"]) == (whole["weights"], whole["sequences"])
     assert smaller["weights"] < whole["weights"]
     assert picture.read_text().startswith("<?xml")
+    made = json.loads(written.read_text())
+    for row in made["rows"]:
+        row["gain"] = {
+            "points": 2.0 * row["weights"],
+            "low": 2.0 * row["weights"] - 1,
+            "high": 2.0 * row["weights"] + 1,
+        }
+    assert "- **EMA**: with more sequences no trend is told, " in (text := scaling.section(made))
+    assert text.count("with more weights it grows, **+") == len(scaling.SOME) - 1
+    assert f"|{smaller['weights']:,}: " in text
+
+
+def test_what_the_readme_says_of_the_scaling_is_in_the_figures() -> None:
+    if (file := BENCHMARKS / "results" / "gain_scaling.json").exists():
+        assert part("gain_scaling").section(json.loads(file.read_text())) in (BENCHMARKS / "README.md").read_text()
 
 
 def test_each_network_of_the_scaling_has_about_four_times_the_weights_of_the_one_before() -> None:
