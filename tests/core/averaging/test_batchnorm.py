@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, LambdaCallback
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
@@ -35,6 +35,7 @@ from tests.nets import (
     loader,
     rank_loader,
     spelled,
+    trainer,
     weights,
 )
 from tests.ranks import run_ranks
@@ -183,11 +184,7 @@ def test_batches_go_through_the_hooks_of_the_data_module_and_the_precision() -> 
             return batch[0] * 2, batch[1]
 
     callback, module = Recalibrate(), build(NormNet)
-    run = L.Trainer(
-        accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False, max_epochs=1,
-        enable_model_summary=False, precision="64-true", callbacks=[callback], num_sanity_val_steps=0,
-    )  # fmt: skip
-    run.fit(module, datamodule=Data())
+    trainer(max_epochs=1, precision="64-true", callbacks=[callback]).fit(module, datamodule=Data())
     assert callback.found[MEAN].dtype == torch.float64
     assert_statistics(module, callback.found, [(x.double() + 1) * 2 for x in inputs()], tolerance=1e-12)
 
@@ -521,17 +518,8 @@ def test_a_batch_that_is_not_finite_does_not_count() -> None:
     torch.testing.assert_close(take.found[VARIANCE].double(), variance, atol=1e-5, rtol=1e-5)
 
 
-class Wrapped(Callback):
-    """Notes after each batch whether the strategy's training step is wrapped."""
-
-    def __init__(self) -> None:
-        self.seen: list[bool] = []
-
-    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
-        self.seen.append("training_step" in vars(trainer.strategy))
-
-
 def test_steps_are_looked_at_in_the_first_one_alone() -> None:
-    wrapped = Wrapped()
-    fit(build(NormNet), callbacks=[lt.SWA(0.5), wrapped], max_steps=3)
-    assert wrapped.seen == [False] * 3
+    wrapped: list[bool] = []
+    note = LambdaCallback(on_train_batch_end=lambda run, *_: wrapped.append("training_step" in vars(run.strategy)))
+    fit(build(NormNet), callbacks=[lt.SWA(0.5), note], max_steps=3)
+    assert wrapped == [False] * 3
