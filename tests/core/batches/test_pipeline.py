@@ -16,6 +16,7 @@ import lightning_tricks as lt
 from lightning_tricks import Mixup
 from lightning_tricks.core.batches.pipeline import chosen
 from lightning_tricks.core.mixed_targets.target import MixedTarget
+from tests.batches import refused
 from tests.core.batches.test_callback import ONCE, fail, watched
 from tests.core.batches.test_mixing import ImageNet, Watch, images
 from tests.few import few
@@ -336,15 +337,7 @@ def test_a_returned_loss_whose_samples_are_ambiguous_is_refused_before_the_first
             picked = outputs.log_softmax(1).gather(1, batch[1][:, None])
             return -picked.amax()
 
-    module = build(Ambiguous)
-    before = {name: value.clone() for name, value in weights(module).items()}
-    with pytest.raises(MisconfigurationException, match="ambiguous"):
-        fit(module, callbacks=[lt.Mixup(1.0, per_sample=True)], **ONCE)
-    assert_equal(weights(module), before)
-
-
-class Manual(SteppedByHand, PlainNet):
-    """Optimizes by hand."""
+    refused(Ambiguous, "ambiguous", [lt.Mixup(1.0, per_sample=True)])
 
 
 class Ignores(PlainNet):
@@ -354,16 +347,10 @@ class Ignores(PlainNet):
         return self(batch[0]).square().mean()
 
 
-@pytest.mark.parametrize("kind", [Ignores, type("ManualIgnores", (Manual,), {})])
+@pytest.mark.parametrize("kind", [Ignores, type("ManualIgnores", (SteppedByHand, Ignores), {})])
 def test_a_target_that_no_loss_saw_is_refused_before_the_first_optimizer_step(kind: Any) -> None:
-    if kind is not Ignores:
-        kind.training_step = lambda self, batch, batch_idx: _by_hand(self, self(batch[0]).square().mean())
     for trick in (lt.Mixup(), lt.HardExampleFilter(mode="loss")):
-        module = build(kind)
-        before = weights(module)
-        with pytest.raises(MisconfigurationException, match="did nothing to batch 0"):
-            fit(module, callbacks=[trick])
-        assert_equal(weights(module), before)
+        refused(kind, "did nothing to batch 0", [trick])
 
 
 @pytest.mark.parametrize(
@@ -393,10 +380,3 @@ def test_the_first_batch_is_checked_without_a_trace() -> None:
     fit(plain)
     fit(checked, callbacks=[*tricks, lt.HardExampleFilter(start=1.0), lt.HardExampleFilter(start=1.0, mode="loss")])
     assert_equal(weights(plain), weights(checked))
-
-
-def _by_hand(module: Any, loss: Tensor) -> None:
-    optimizer = module.optimizers()
-    optimizer.zero_grad()
-    module.manual_backward(loss)
-    optimizer.step()
