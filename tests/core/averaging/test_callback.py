@@ -122,9 +122,7 @@ def test_weights_drawn_anew_when_a_fit_goes_on_begin_a_new_average(elsewhere: bo
 
 def test_in_manual_optimization_it_begins_before_the_step() -> None:
     class Manual(Draws):
-        def __init__(self) -> None:
-            super().__init__()
-            self.automatic_optimization = False
+        automatic_optimization = False
 
         def training_step(self, batch: Any, batch_idx: int) -> None:
             if self.global_step == 0:
