@@ -20,11 +20,8 @@ from tests.nets import PlainNet, assert_equal, build, fit, loader, trainer, weig
 class Manual(SAMPlainNet):
     """Trains by ``sam_step`` as long as it is told to."""
 
+    automatic_optimization = False
     calls = True
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
         if self.calls:
