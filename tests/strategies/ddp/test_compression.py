@@ -288,17 +288,17 @@ def test_what_was_lost_is_scaled_as_the_losses_are(power: list[dict[str, Any]]) 
 
 
 class Watching(Callback):
-    """The weights of this rank after each step, and as its validation sees them."""
+    """A weight of this rank after each step, and as its validation sees it."""
 
     def __init__(self) -> None:
         self.steps: list[Tensor] = []
         self.validated: list[Tensor] = []
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
-        self.steps.append(pl_module.layers[0].weight.detach().clone())
+        self.steps.append(next(pl_module.parameters()).detach().clone())
 
     def on_validation_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
-        self.validated.append(pl_module.layers[0].weight.detach().clone())
+        self.validated.append(next(pl_module.parameters()).detach().clone())
 
 
 class Halt(Callback):
