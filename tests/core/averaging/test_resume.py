@@ -631,10 +631,7 @@ class Aliased(NormNet):
 @pytest.mark.parametrize("kind", [NormNet, Aliased])
 @pytest.mark.parametrize(
     ("ours", "theirs"),
-    [
-        (lambda: lt.EMA(0.9), THEIRS["EMAWeightAveraging"]),
-        (lambda: lt.SWA(6, every_n_steps=2), WeightAveraging),
-    ],
+    [(lambda: lt.EMA(0.9), THEIRS["EMAWeightAveraging"]), (lambda: lt.SWA(6, every_n_steps=2), WeightAveraging)],
     ids=["EMA", "SWA"],
 )
 def test_weight_averaging_goes_on_from_a_checkpoint_of_ours(

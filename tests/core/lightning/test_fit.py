@@ -227,10 +227,7 @@ def test_a_place_outlives_two_changes_and_is_saved_after_the_fit(tmp_path: Path)
         run.fit(second, ones(10), ckpt_path=tmp_path / "10.ckpt")
     assert second.optimizer.lrs == pytest.approx(linear_lrs(20, 5)[:6])
     run.save_checkpoint(tmp_path / "again.ckpt")
-    for settings, expected in (
-        ({"accumulate_grad_batches": 2}, linear_lrs(20, 11)),
-        ({}, linear_lrs(40, 22)),
-    ):
+    for settings, expected in (({"accumulate_grad_batches": 2}, linear_lrs(20, 11)), ({}, linear_lrs(40, 22))):
         third = Tiny(lt.linear)
         trainer(max_epochs=4, **settings).fit(third, ones(10), ckpt_path=tmp_path / "again.ckpt")
         assert third.optimizer.lrs == pytest.approx(expected)

@@ -439,10 +439,7 @@ def test_each_compression_runs_on_nccl() -> None:
             {"compression": "bf16", "powersgd_rank": 1},
             r"powersgd_rank has no effect with compression='bf16', got 1.*'powersgd'",
         ),
-        (
-            {"compression": "none", "compression_start": 1},
-            "compression_start .*='powersgd' or 'local_sgd'",
-        ),
+        ({"compression": "none", "compression_start": 1}, "compression_start .*='powersgd' or 'local_sgd'"),
         ({"compression": "powersgd", "local_sgd_period": 2}, "local_sgd_period has no effect .*'powersgd', got 2"),
         ({"compression": "powersgd", "powersgd_rank": 0}, "powersgd_rank must be at least 1, got 0"),
         ({"compression": "local_sgd", "local_sgd_period": 0}, "local_sgd_period must be at least 1, got 0"),
