@@ -471,17 +471,13 @@ class Endless(torch.utils.data.Sampler[int]):
         (DataLoader(Stream(data(8)), 4), "DataLoader of an IterableDataset"),
         (DataLoader(data(8), batch_sampler=[[0, 1], [2, 3]]), "DataLoader with list"),
         (DataLoader(data(8), batch_size=None), "DataLoader with no batch sampler"),
+        (DataLoader(data(8), 4, sampler=Endless()), "got a sampler without a length"),
         ({"a": loader(8), "b": loader(8)}, "got 2 loaders"),
     ],
 )
 def test_loaders_whose_batches_cannot_be_sized_are_refused(train: Any, match: str) -> None:
     with pytest.raises(MisconfigurationException, match=match):
         find(build(Limited), train)
-
-
-def test_a_sampler_without_a_length_is_refused() -> None:
-    with pytest.raises(MisconfigurationException, match="got a sampler without a length"):
-        find(build(Limited), DataLoader(data(8), 4, sampler=Endless()))
 
 
 def test_one_sample_that_does_not_fit() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, LambdaCallback
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
@@ -67,14 +67,10 @@ def heard_of_logs(settings: dict[str, Any], silence: tuple[str, ...]) -> list[st
 
 def heard(kind: type[PlainNet], silence: tuple[str, ...] = (), train: Any = None, **settings: Any) -> list[str]:
     module = build(kind)
+    settings = {"strategy": "ddp", "devices": 2, "use_distributed_sampler": False, **settings}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        fit(
-            module,
-            train=train or rank_loader(),
-            callbacks=[lt.Doctor(silence)],
-            **{"strategy": "ddp", "devices": 2, "use_distributed_sampler": False, **settings},
-        )
+        fit(module, train=train or rank_loader(), callbacks=[lt.Doctor(silence)], **settings)
     assert not {"log", "all_gather"} & vars(module).keys()
     return [str(each.message) for each in caught if "Doctor" in str(each.message)]
 
@@ -175,11 +171,12 @@ def found(module: Any, **settings: Any) -> dict[str, str]:
     """The findings when training starts."""
     findings: dict[str, str] = {}
 
-    class Look(Callback):
-        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-            findings.update([*lint(pl_module), *lint_training(pl_module, trainer)])
+    def look(trainer: Any, module: Any) -> None:
+        findings.update([*lint(module), *lint_training(module, trainer)])
 
-    fit(module, callbacks=[Look()], **{"max_epochs": 1, "limit_val_batches": 0, **settings})
+    fit(
+        module, callbacks=[LambdaCallback(on_train_start=look)], **{"max_epochs": 1, "limit_val_batches": 0, **settings}
+    )
     return findings
 
 

@@ -158,13 +158,8 @@ def test_a_resume_draws_at_the_same_steps_and_a_short_rest_is_drawn(
     run = fit(build(PlainNet), train=loader(48), callbacks=[InspectTraining(tmp_path, every_n_steps=10, steps=4)])
     assert [(each.first, each.steps) for each in seen.inspections] == [(0, 4), (10, 2)]
     run.save_checkpoint(tmp_path / "12.ckpt")
-    fit(
-        build(PlainNet),
-        train=loader(48),
-        callbacks=[InspectTraining(tmp_path, every_n_steps=10, steps=4)],
-        max_epochs=4,
-        ckpt_path=tmp_path / "12.ckpt",
-    )
+    again = InspectTraining(tmp_path, every_n_steps=10, steps=4)
+    fit(build(PlainNet), train=loader(48), callbacks=[again], max_epochs=4, ckpt_path=tmp_path / "12.ckpt")
     assert [(each.first, each.steps) for each in seen.inspections[2:]] == [(20, 4)]
 
 

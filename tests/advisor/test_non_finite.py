@@ -12,6 +12,7 @@ import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
+from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import ModelParallelStrategy
@@ -139,16 +140,10 @@ def test_a_sample_that_is_not_finite_is_named(tmp_path: Path) -> None:
     assert str(found).endswith("batch-rank=0.pt is not finite: batch[0]: samples 3")
 
 
-class Ruin(L.Callback):
-    """The head is infinite before the first step."""
-
-    def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
-        with torch.no_grad():
-            pl_module.layers[2].bias.fill_(torch.inf)
-
-
 def test_weights_that_were_not_finite_are_named(tmp_path: Path) -> None:
-    found = lt.find_non_finite(trainer(), build(PlainNet), kept(build(PlainNet), tmp_path, [Ruin()]))
+    """The head is infinite before the first step."""
+    ruin = LambdaCallback(on_train_start=lambda _, module: nn.init.constant_(module.layers[2].bias, torch.inf))
+    found = lt.find_non_finite(trainer(), build(PlainNet), kept(build(PlainNet), tmp_path, [ruin]))
     assert found.weights == ("layers.2.bias",)
     assert "Before the step these weights were not finite: layers.2.bias" in str(found)
 
@@ -239,10 +234,6 @@ def test_the_batch_is_not_changed_by_hooks_again(tmp_path: Path) -> None:
         def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
             return batch[0] * 2, batch[1]
 
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            self.seen = batch[0].clone()
-            return super().training_step(batch, batch_idx)
-
     seen = []
 
     class Look(Doubled):
@@ -261,10 +252,8 @@ def test_compiled_code_runs_uncompiled(tmp_path: Path) -> None:
     folder = kept(suspect("forward"), tmp_path)
     module = suspect("forward")
     module.layers.compile(backend="eager")
-    assert (
-        lt.find_non_finite(trainer(), torch.compile(module, backend="eager"), folder).operations[0].module
-        == "layers.1.1"
-    )
+    found = lt.find_non_finite(trainer(), torch.compile(module, backend="eager"), folder)
+    assert found.operations[0].module == "layers.1.1"
 
 
 class Odd(PlainNet):

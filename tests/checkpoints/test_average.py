@@ -57,12 +57,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """The checkpoints of a fit of three epochs with EMA."""
     folder = tmp_path_factory.mktemp("run")
     keep = ModelCheckpoint(folder, "{epoch}", save_top_k=-1)
-    fit(
-        build(Configured, name="mine"),
-        max_epochs=3,
-        enable_checkpointing=True,
-        callbacks=[lt.EMA(decay=0.9), keep],
-    )
+    fit(build(Configured, name="mine"), max_epochs=3, enable_checkpointing=True, callbacks=[lt.EMA(decay=0.9), keep])
     return sorted(folder.glob("*.ckpt"))
 
 
@@ -318,7 +313,7 @@ def own_memory() -> int:
     return (int(resident) - int(shared)) * 4096
 
 
-def peak(function: Callable[[], None]) -> int:
+def peak(function: Callable[[], object]) -> int:
     """The most memory that the process had of its own while the function ran, above what it had before."""
     highest, done = own_memory(), threading.Event()
     before = highest

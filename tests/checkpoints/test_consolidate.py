@@ -8,9 +8,7 @@ import os
 import resource
 import shutil
 import signal
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +23,7 @@ import lightning_tricks as lt
 from lightning_tricks.checkpoints.consolidate import consolidate
 from lightning_tricks.checkpoints.folders import lazy_weights
 from tests.checkpoints.sharded import Sharded, Tied
+from tests.checkpoints.test_average import peak
 from tests.conformance.engines import cpu_deepspeed
 from tests.nets import PlainNet, assert_equal, build, rank_loader, trainer, weights
 from tests.ranks import run_ranks
@@ -112,27 +111,6 @@ def save_wide(folder: str, engines: list[str], count: int, width: int) -> None:
         )
 
 
-def anonymous() -> int:
-    """Bytes of this process that are in no file."""
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon"))
-    return int(line.split()[1]) * 1024
-
-
-@contextmanager
-def sampled(peak: list[int]) -> Iterator[None]:
-    done = threading.Event()
-
-    def sample() -> None:
-        while not done.wait(0.0005):
-            peak[0] = max(peak[0], anonymous())
-
-    thread = threading.Thread(target=sample)
-    thread.start()
-    yield
-    done.set()
-    thread.join()
-
-
 def peaks_of(folder: str, engines: list[str]) -> dict[str, int]:
     """MiB that consolidating needs at its peak, by the name of the file."""
     import deepspeed  # noqa: F401
@@ -142,10 +120,8 @@ def peaks_of(folder: str, engines: list[str]) -> dict[str, int]:
     for name in (f"{engine}.{suffix}" for engine in engines for suffix in ("safetensors", "pt")):
         gc.collect()
         ctypes.CDLL(None).malloc_trim(0)  # what is free and still held would hide what is needed
-        before, peak = anonymous(), [0]
-        with sampled(peak):
-            consolidate(f"{folder}/{name.split('.')[0]}.ckpt", f"{folder}/{name}")
-        peaks[name] = (peak[0] - before) // 2**20
+        write = partial(consolidate, f"{folder}/{name.split('.')[0]}.ckpt", f"{folder}/{name}")
+        peaks[name] = peak(write) // 2**20
     return peaks
 
 

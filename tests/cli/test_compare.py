@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import sys
 from pathlib import Path
@@ -14,7 +13,8 @@ import lightning_tricks as lt
 from lightning_tricks.examples.digits import Digits, DigitsData, SharpDigits
 from lightning_tricks.examples.tasks import QUIET as ARGUMENTS
 from lightning_tricks.examples.tasks import SharpClassifier
-from lightning_tricks_cli.main import main, parser
+from lightning_tricks_cli.main import main
+from tests.cli.test_main import assert_one_line
 
 CONFIGS = Path(__file__).parent.parent.parent / "configs"
 QUIET = {
@@ -153,15 +153,5 @@ def test_what_is_wrong_is_one_line_on_stderr(
     arguments: list[str], code: int, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(*arguments) == code
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.startswith(f"lightning-tricks: {message}")
-    assert err.count("\n") == 1
+    assert_one_line(capsys, message)
     assert not list(Path().rglob("seed*.json"))
-
-
-def test_the_defaults_are_those_of_the_function() -> None:
-    options = parser().parse_args(["compare", "-c", "config.yaml", "--metric", "m", "--mode", "max"])
-    parameters = inspect.signature(lt.compare).parameters
-    names = ("seeds", "checkpoint", "equal_time")
-    assert [getattr(options, name) for name in names] == [parameters[name].default for name in names]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import sys
 from pathlib import Path
@@ -15,9 +14,9 @@ from sklearn.model_selection import KFold
 from torch.utils.data import DataLoader, Subset
 
 import lightning_tricks as lt
-from lightning_tricks.evaluation import cross_validate
 from lightning_tricks.examples.digits import Digits, DigitsData
-from lightning_tricks_cli.main import main, parser
+from lightning_tricks_cli.main import main
+from tests.cli.test_main import assert_one_line
 from tests.evaluation.recipes import Scored
 from tests.nets import quiet
 
@@ -121,18 +120,7 @@ def test_what_is_wrong_is_one_line_on_stderr(
     config: dict[str, Any], arguments: list[str], status: int, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run("-c", write("config.yaml", **config), "--output", "cv", *arguments) == status
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.startswith(f"lightning-tricks: {message}")
-    assert err.count("\n") == 1
-
-
-def test_the_defaults_are_those_of_the_function() -> None:
-    options = parser().parse_args(["cross-validate", "-c", "config.yaml"])
-    parameters = inspect.signature(cross_validate).parameters
-    assert [options.folds, options.seed, options.workers] == [
-        parameters[name].default for name in ("splitter", "seed", "workers")
-    ]
+    assert_one_line(capsys, message)
 
 
 @pytest.mark.slow

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import os
 import subprocess
@@ -15,10 +14,11 @@ import pytest
 
 import lightning_tricks.schedules as package
 from lightning_tricks.core.install import pip_install
-from lightning_tricks.schedules import LRFinderResult, find_lr
+from lightning_tricks.schedules import LRFinderResult
 from lightning_tricks.schedules.lr_finder import Method
 from lightning_tricks_cli.commands.find_lr import METHODS
-from lightning_tricks_cli.main import main, parser
+from lightning_tricks_cli.main import main
+from tests.cli.test_main import assert_one_line
 from tests.ranks import run_alone
 
 DIGITS = Path(__file__).parent.parent.parent / "configs" / "digits_schedule.yaml"
@@ -182,11 +182,8 @@ def test_a_wrong_configuration_is_one_line_on_stderr_and_exit_code_2(
 ) -> None:
     config = write("config.yaml", **{"trainer": QUIET, "model": MODEL, "data": DATA, "seed_everything": 1, **changes})
     assert run("-c", config) == (1 if "devices" in changes.get("trainer", {}) else 2)
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.startswith(f"lightning-tricks: {message}")
+    err = assert_one_line(capsys, message)
     assert names in err
-    assert err.count("\n") == 1
     assert len(err) < 300
 
 
@@ -204,10 +201,7 @@ def test_a_wrong_argument_is_one_line_on_stderr_and_exit_code_1(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(*arguments) == 1
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.startswith(f"lightning-tricks: {message}")
-    assert err.count("\n") == 1
+    assert_one_line(capsys, message)
 
 
 @pytest.mark.parametrize(
@@ -223,11 +217,3 @@ def test_a_missing_package_is_named_with_the_extra_that_brings_it(
 
 def test_the_methods_are_those_of_the_package() -> None:
     assert get_args(Method) == METHODS
-
-
-def test_the_defaults_are_those_of_the_function() -> None:
-    options = parser().parse_args(["find-lr", "-c", "config.yaml"])
-    parameters = inspect.signature(find_lr).parameters
-    assert [options.min_lr, options.max_lr, options.steps] == [
-        parameters[name].default for name in ("min_lr", "max_lr", "steps")
-    ]

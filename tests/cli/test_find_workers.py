@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import os
 import sys
@@ -11,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from lightning_tricks.data import find_num_workers
-from lightning_tricks_cli.main import main, parser
+from lightning_tricks_cli.main import main
+from tests.cli.test_main import assert_one_line
 
 DIGITS = Path(__file__).parent.parent.parent / "configs" / "digits.yaml"
 QUICK = ["--most", "1", "--seconds", "0.05", "--rounds", "2"]
@@ -71,14 +70,4 @@ def test_a_wrong_argument_is_one_line_on_stderr_and_exit_code_1(
     arguments: list[Any], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(*arguments) == 1
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.startswith(f"lightning-tricks: {message}")
-    assert err.count("\n") == 1
-
-
-def test_the_defaults_are_those_of_the_function() -> None:
-    options = parser().parse_args(["find-workers", "-c", "config.yaml"])
-    parameters = inspect.signature(find_num_workers).parameters
-    for name in ("step_seconds", "most", "seconds", "rounds"):
-        assert getattr(options, name) == parameters[name].default
+    assert_one_line(capsys, message)

@@ -3,23 +3,35 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
 import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryFile
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 import lightning_tricks as lt
+from lightning_tricks.data import find_num_workers
 from lightning_tricks.examples import digits
 from lightning_tricks_cli.commands import presets
-from lightning_tricks_cli.main import main
+from lightning_tricks_cli.main import main, parser
 from tests.ranks import run_alone
+
+
+def assert_one_line(capsys: pytest.CaptureFixture[str], message: str) -> str:
+    """Nothing was printed but an error of one line, which begins so; gives the line."""
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert err.startswith(f"lightning-tricks: {message}")
+    return err
 
 
 @pytest.mark.parametrize(
@@ -118,10 +130,7 @@ def test_an_error_of_a_file_is_one_line_on_stderr_and_exit_code_1(
     Path("cut.ckpt").write_bytes(Path("a.ckpt").read_bytes()[:1000])
     before = sorted(os.listdir())
     assert main(arguments) == 1
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.startswith(f"lightning-tricks: {message}")
-    assert err.count("\n") == 1
+    assert_one_line(capsys, message)
     assert sorted(os.listdir()) == before
 
 
@@ -172,6 +181,22 @@ def test_every_command_helps_with_an_example_on_one_line(command: str, capsys: p
     assert "--debug" in shown
 
 
+@pytest.mark.parametrize(
+    ("words", "function", "names"),
+    [
+        (["find-lr"], lt.find_lr, ("min_lr", "max_lr", "steps")),
+        (["find-workers"], find_num_workers, ("step_seconds", "most", "seconds", "rounds")),
+        (["compare", "--metric", "m", "--mode", "max"], lt.compare, ("seeds", "checkpoint", "equal_time")),
+        (["cross-validate"], lt.cross_validate, ("splitter", "seed", "workers")),
+    ],
+)
+def test_defaults_are_those_of_the_function(words: list[str], function: Callable[..., Any], names: list[str]) -> None:
+    options = vars(parser().parse_args([*words, "-c", "config.yaml"]))
+    parameters = inspect.signature(function).parameters
+    given = [options["folds" if name == "splitter" else name] for name in names]
+    assert given == [parameters[name].default for name in names]
+
+
 def test_the_help_has_every_command_in_its_group(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
         main(["--help"])
@@ -193,15 +218,8 @@ print(json.dumps(sorted({name.split(".")[0] for name in sys.modules})))
 
 def test_help_and_static_text_import_neither_torch_nor_lightning() -> None:
     """With torch they would take seconds; so they take a tenth."""
-    texts = [
-        [],
-        ["--version"],
-        ["presets"],
-        ["presets", "--json"],
-        ["optimizers"],
-        ["completion", "bash"],
-        ["recommend", "--task", "llm"],
-    ]
+    texts = [[], ["--version"], ["presets"], ["presets", "--json"], ["optimizers"], ["completion", "bash"]]
+    texts += [["recommend", "--task", "llm"]]
     arguments = json.dumps([*([command, "--help"] for command in COMMANDS), *texts])
     command = [sys.executable, "-c", STATIC, arguments]
     shown = subprocess.run(command, capture_output=True, text=True, check=True, stdin=subprocess.DEVNULL)
@@ -227,19 +245,12 @@ def test_without_arguments_it_helps(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     "arguments",
     [
         *([command, "-c", "none.yaml"] for command in COMMANDS[:7]),
-        *(
-            ["fit", "-c", "{digits}", "--ckpt_path", "none.ckpt"],
-            ["test", "-c", "{digits}", "--ckpt_path", "none.ckpt"],
-        ),
+        *([command, "-c", "{digits}", "--ckpt_path", "none.ckpt"] for command in ("fit", "test")),
         ["compare", "-c", "none.yaml", "--with", "EMA", "--metric", "val_accuracy", "--mode", "max"],
         ["compare", "-c", "{digits}", "--with", "none.yaml", "--metric", "val_accuracy", "--mode", "max"],
         ["demo", "--seeds", "1", "--epochs", "1", "--output", "file/demo"],
-        *(
-            ["memory", "none.yaml"],
-            ["memory", "none.json"],
-            ["suggest", "none.yaml", "--device-memory", "9GB"],
-            ["doctor", "-c", "none.yaml"],
-        ),
+        *(["memory", "none.yaml"], ["memory", "none.json"], ["doctor", "-c", "none.yaml"]),
+        ["suggest", "none.yaml", "--device-memory", "9GB"],
         ["plot-schedule", "cosine", "-o", "none/a.png"],
         *(["average", "none.ckpt", "-o", "a.ckpt"], ["export", "none.ckpt", "-o", "a.pt"]),
         ["consolidate", "none.ckpt", "-o", "a.pt"],

@@ -119,11 +119,7 @@ def test_extras_come_before_the_model_or_after(capsys: pytest.CaptureFixture[str
     [("timm", ["timm:resnet18"], "vision"), ("transformers", ["bert.json"], "text"), ("rich.bar", ["7B"], "cli")],
 )
 def test_a_missing_package_is_named_with_the_extra_that_brings_it(
-    module: str,
-    arguments: list[str],
-    extra: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    module: str, arguments: list[str], extra: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, module, None)
     assert main(["memory", *arguments]) == 1

@@ -14,6 +14,7 @@ from lightning_tricks.schedules import by_name
 from lightning_tricks_cli.commands.plot_schedule import CURVES
 from lightning_tricks_cli.main import main, parser
 from lightning_tricks_cli.runs.picture import picture
+from tests.cli.test_main import assert_one_line
 
 SETTINGS = {
     "cosine": ["--warmup", "0.05", "--floor", "0.1"],
@@ -83,9 +84,7 @@ def test_what_is_drawn_is_the_curve() -> None:
 )
 def test_an_error_is_one_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plot-schedule", "-o", "lr.png", *arguments]) == 1
-    err = capsys.readouterr().err
-    assert err.startswith(f"lightning-tricks: {message}")
-    assert err.count("\n") == 1
+    assert_one_line(capsys, message)
 
 
 def test_a_length_that_is_none_is_wrong_usage(capsys: pytest.CaptureFixture[str]) -> None:

@@ -115,9 +115,7 @@ def test_a_plan_for_many_devices(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     assert run(*arguments, "--json") == 0
     told = json.loads(capsys.readouterr().out)
     plan = lt.suggest_plan(
-        lt.TransformerShape.of(70_000_000_000),
-        hardware=lt.Hardware.of("h100", devices=8, nodes=32),
-        batch_size=1024,
+        lt.TransformerShape.of(70_000_000_000), hardware=lt.Hardware.of("h100", devices=8, nodes=32), batch_size=1024
     )
     assert told == json.loads(json.dumps(plan.to_dict()))
     assert run(*arguments) == 0

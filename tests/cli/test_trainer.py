@@ -289,10 +289,7 @@ def test_ctrl_c_in_training_exits_with_130() -> None:
 
 STARTS = pytest.mark.parametrize(
     "start",
-    [
-        pytest.param(["-m", "lightning_tricks_cli.main"], id="python -m"),
-        pytest.param(["script.py"], id="script"),
-    ],
+    [pytest.param(["-m", "lightning_tricks_cli.main"], id="python -m"), pytest.param(["script.py"], id="script")],
 )
 SCRIPT = "import sys\nfrom lightning_tricks_cli.main import main\nsys.exit(main())\n"
 TWO = ["fit", "-c", "base.yaml", "-c", "ema.yaml", "--trainer.strategy=ddp_bf16", "--trainer.devices=2"]

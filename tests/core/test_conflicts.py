@@ -54,12 +54,6 @@ class Free(PlainNet):
         return lt.optimizer("schedulefree_sgd", self, 0.05)
 
 
-class SteppedFree(Free):
-    def configure_optimizers(self) -> Any:
-        optimizer = super().configure_optimizers()
-        return [optimizer], [StepLR(optimizer, 1)]
-
-
 class Plateau(PlainNet):
     def configure_optimizers(self) -> Any:
         return lt.reduce_on_plateau(super().configure_optimizers(), self, monitor="train_loss")
@@ -69,6 +63,10 @@ class Stepped(PlainNet):
     def configure_optimizers(self) -> Any:
         optimizer = super().configure_optimizers()
         return [optimizer], [StepLR(optimizer, 1)]
+
+
+class SteppedFree(Stepped, Free):
+    pass
 
 
 class Sharp(lt.SAMMixin, PlainNet):
@@ -165,11 +163,7 @@ CASES: dict[str, tuple[list[Run], list[Run]]] = {
         [Run((lt.RewindOnSpike, lt.EMA))],
     ),
     "LRSchedule-StochasticWeightAveraging": (
-        [
-            Run((lt.LRSchedule, lightnings_swa)),
-            Run((lightnings_swa,), Cosine),
-            Run((lightnings_swa,), Plateau),
-        ],
+        [Run((lt.LRSchedule, lightnings_swa)), Run((lightnings_swa,), Cosine), Run((lightnings_swa,), Plateau)],
         [Run((lt.SWA,), Cosine), Run((lt.SkipNonFinite, lightnings_swa))],
     ),
     "Preemption-Preemption": (
@@ -220,10 +214,7 @@ CASES: dict[str, tuple[list[Run], list[Run]]] = {
         [Run((partial(lt.HiddenMixup, "layers.2"),), Split)],
         [Run((partial(lt.HiddenMixup, "layers.2"),), Sharp)],
     ),
-    "GradCacheMixin-SAMHooks": (
-        [Run((), SharpChunks), Run((lt.SAMCallback,), Chunked)],
-        [Run((), Chunked)],
-    ),
+    "GradCacheMixin-SAMHooks": ([Run((), SharpChunks), Run((lt.SAMCallback,), Chunked)], [Run((), Chunked)]),
     "GradCacheMixin-MixingCallback": (
         [Run((lt.Mixup,), Chunked), Run((lt.HardExampleFilter,), Chunked)],
         [Run((lt.EMA, lt.AutoClip), Chunked)],
@@ -307,10 +298,7 @@ CASES: dict[str, tuple[list[Run], list[Run]]] = {
     "FitsMemory-GradCacheHooks": ([Run((lt.FitsMemory,), Chunked)], [Run((lt.FitsMemory, lt.EMA))]),
     "FitsMemory-StepInBackward": ([Run((lt.FitsMemory, lt.StepInBackward))], [Run((lt.FitsMemory, lt.AutoClip))]),
     "FitsMemory-HiddenMixup": (
-        [
-            Run((lt.FitsMemory, partial(lt.HiddenMixup, r"layers\.0"))),
-            Run((lt.FitsMemory, lt.LabelErrors)),
-        ],
+        [Run((lt.FitsMemory, partial(lt.HiddenMixup, r"layers\.0"))), Run((lt.FitsMemory, lt.LabelErrors))],
         [Run((lt.FitsMemory, lt.Mixup))],
     ),
     "FitsMemory-HardExampleFilter": (
@@ -372,10 +360,7 @@ CASES: dict[str, tuple[list[Run], list[Run]]] = {
         [Run((partial(lt.Distill, nn.Linear(8, 2)), partial(lt.HiddenMixup, "layers.2")))],
         [Run((mean_teacher, partial(lt.HiddenMixup, "layers.2")))],
     ),
-    "Teacher-Teacher": (
-        [Run((lt.Teacher, partial(lt.Teacher, 0.9)))],
-        [Run((lt.Teacher, mean_teacher))],
-    ),
+    "Teacher-Teacher": ([Run((lt.Teacher, partial(lt.Teacher, 0.9)))], [Run((lt.Teacher, mean_teacher))]),
     "NEFTune-NEFTune": ([Run((lt.NEFTune, partial(lt.NEFTune, 1.0)), Tokens)], [Run((lt.NEFTune,), Tokens)]),
     "Compile-Compile": (
         [Run((partial(lt.Compile, "layers", backend="eager"), partial(lt.Compile, "layers", backend="aot_eager")))],

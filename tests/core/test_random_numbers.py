@@ -9,12 +9,7 @@ import pytest
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lightning_tricks.core.random_numbers import (
-    random_numbers_from,
-    random_numbers_of,
-    random_state,
-    set_random_state,
-)
+from lightning_tricks.core.random_numbers import random_numbers_from, random_numbers_of, random_state, set_random_state
 from tests.device.devices import EVERY, device
 
 CPU = torch.device("cpu")

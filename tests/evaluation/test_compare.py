@@ -16,7 +16,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, LambdaCallback, ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 from scipy import stats
 
@@ -51,12 +51,12 @@ ASKED: dict[str, Any] = {"metric": "val_loss", "mode": "min", "seeds": 2}
 def by_hand(seed: int, tricks: Callable[[], list[Callback]], epochs: int = 2) -> float:
     """One run, written out."""
 
-    class Seeds(Callback):
-        def on_train_epoch_start(self, trainer: L.Trainer, pl_module: Any) -> None:
-            L.seed_everything(Random(f"{seed} {trainer.current_epoch}").getrandbits(32), verbose=False)
+    def new_seed(run: L.Trainer, _: Any) -> None:
+        L.seed_everything(Random(f"{seed} {run.current_epoch}").getrandbits(32), verbose=False)
 
     L.seed_everything(seed, verbose=False)
-    module, run = Net(), trainer(callbacks=[Seeds(), *tricks()], max_epochs=epochs)
+    module, seeds = Net(), LambdaCallback(on_train_epoch_start=new_seed)
+    run = trainer(callbacks=[seeds, *tricks()], max_epochs=epochs)
     run.fit(module, loader(shuffle=True), loader(24))
     return run.validate(module, loader(24), verbose=False)[0]["val_loss"]
 
@@ -505,10 +505,7 @@ class OwnData(NormNet):
 
 
 def test_a_data_module_and_loaders_of_the_module_are_validated_and_tested(tmp_path: Path) -> None:
-    arms = {
-        "plain": lambda folder: (trainer(), NormNet(), Data()),
-        "own": lambda folder: (trainer(), OwnData()),
-    }
+    arms = {"plain": lambda folder: (trainer(), NormNet(), Data()), "own": lambda folder: (trainer(), OwnData())}
     result = lt.compare(arms, folder=tmp_path, **{**ASKED, "metric": "test_loss"})
     assert result.values("plain") == result.values("own")
     assert result.runs["own"][0]["metrics"].keys() == {"val_loss", "test_loss"}

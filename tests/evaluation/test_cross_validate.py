@@ -6,7 +6,7 @@ import json
 import os
 import random
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -428,23 +428,17 @@ class Sharp(lt.SAMMixin, Scored):
     sam = lt.SAM(rho=0.05)
 
 
-def with_ema(fold: int, folder: Path) -> L.Trainer:
-    return make_trainer(fold, folder, callbacks=[lt.EMA(decay=0.5)])
+def tricked(*tricks: Callable[[], Callback], **settings: Any) -> Any:
+    """A function that makes a Trainer with these callbacks."""
+    return lambda fold, folder: make_trainer(fold, folder, callbacks=[make() for make in tricks], **settings)
 
 
-def last_of_ema(fold: int, folder: Path) -> L.Trainer:
-    return trainer(callbacks=[lt.EMA(decay=0.5)])
+EMA = partial(lt.EMA, decay=0.5)
 
 
-def with_lora(fold: int, folder: Path) -> L.Trainer:
-    return make_trainer(fold, folder, callbacks=[lt.LoRA(r"layers\.0", r=2, train=r"layers\.[14]")])
-
-
-def with_preset(fold: int, folder: Path) -> L.Trainer:
-    return make_trainer(fold, folder, strategy="single_bf16")
-
-
-@pytest.mark.parametrize("trainers", [with_ema, last_of_ema], ids=["best", "last"])
+@pytest.mark.parametrize(
+    "trainers", [tricked(EMA), lambda fold, folder: trainer(callbacks=[EMA()])], ids=["best", "last"]
+)
 def test_with_ema_the_averages_are_validated_predicted_and_saved(trainers: Any, tmp_path: Path, finished: Path) -> None:
     found = run(tmp_path, make_trainer=trainers)
     assert found.predictions.shape == (44, 2)
@@ -474,14 +468,14 @@ def test_with_sam(tmp_path: Path, finished: Path) -> None:
 
 @pytest.mark.slow  # peft's import
 def test_with_lora(tmp_path: Path, finished: Path) -> None:
-    found = run(tmp_path, make_trainer=with_lora)
+    found = run(tmp_path, make_trainer=tricked(partial(lt.LoRA, r"layers\.0", r=2, train=r"layers\.[14]")))
     assert found.predictions.shape == (44, 2)
     assert any("lora" in name for name in torch.load(found.checkpoints[0], weights_only=True)["state_dict"])
     assert not torch.equal(found.predictions, run(finished).predictions)
 
 
 def test_with_a_preset(tmp_path: Path, finished: Path) -> None:
-    found = run(tmp_path, make_trainer=with_preset)
+    found = run(tmp_path, make_trainer=tricked(strategy="single_bf16"))
     assert found.predictions.shape == (44, 2)
     assert found.metrics != run(finished).metrics
 

@@ -191,13 +191,14 @@ def test_outputs_without_a_mean_are_refused(kind: str, error: type[Exception], m
 
 
 def saved(kind: type[L.LightningModule], folder: Path, /, **networks: Any) -> list[Path]:
-    files = []
-    for name in "ab":
-        alone = trainer()
-        alone.strategy.connect(kind(**{key: make() for key, make in networks.items()}))
-        alone.save_checkpoint(folder / f"{name}.ckpt", weights_only=True)
-        files.append(folder / f"{name}.ckpt")
-    return files
+    return [saved_of(kind, folder / f"{name}.ckpt", **networks) for name in "ab"]
+
+
+def saved_of(kind: type[L.LightningModule], file: Path, /, **networks: Any) -> Path:
+    run = trainer()
+    run.strategy.connect(kind(**{key: make() for key, make in networks.items()}))
+    run.save_checkpoint(file, weights_only=True)
+    return file
 
 
 class Given(Scored):
@@ -285,13 +286,6 @@ class AnyArgument(Scored):
 
 def with_hyperparameters(file: Path, saved: Path, **values: Any) -> Path:
     torch.save({**torch.load(saved, weights_only=True), "hyper_parameters": values}, file)
-    return file
-
-
-def saved_of(kind: type[L.LightningModule], file: Path) -> Path:
-    run = trainer()
-    run.strategy.connect(kind())
-    run.save_checkpoint(file, weights_only=True)
     return file
 
 

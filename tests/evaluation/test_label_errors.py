@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import ModelParallelStrategy
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset, TensorDataset
@@ -21,6 +20,7 @@ from torch.utils.data import DataLoader, Subset, TensorDataset
 import lightning_tricks as lt
 from lightning_tricks.core.replay.rerun import is_replaying
 from lightning_tricks.evaluation import LabelReport
+from tests.batches import refused
 from tests.conformance.test_resume import Resumable
 from tests.device.devices import device
 from tests.evaluation.recipes import Fails
@@ -129,29 +129,17 @@ def test_losses_and_margins_are_those_of_the_step(name: str) -> None:
     assert_as_noted(callbacks[0].report, ended[1].noted)  # type: ignore[union-attr]
 
 
-class Mean(Noted):
-    def loss(self, logits: Tensor, y: Tensor) -> Tensor:
-        return F.cross_entropy(logits, y, reduction="none").mean()
+def with_loss(loss: Callable[[Tensor, Tensor], Tensor]) -> type[Noted]:
+    return type("Noted", (Noted,), {"loss": staticmethod(loss)})
 
 
-class Summed(Noted):
-    def loss(self, logits: Tensor, y: Tensor) -> Tensor:
-        return F.cross_entropy(logits, y, reduction="sum") / len(y)
-
-
-class Nll(Noted):
-    def loss(self, logits: Tensor, y: Tensor) -> Tensor:
-        return F.nll_loss(logits.log_softmax(1), y)
-
-
-class Binary(Noted):
-    def loss(self, logits: Tensor, y: Tensor) -> Tensor:
-        return F.binary_cross_entropy_with_logits(logits[:, 1] - logits[:, 0], y.float())
-
-
-class Smoothed(Noted):
-    def loss(self, logits: Tensor, y: Tensor) -> Tensor:
-        return F.cross_entropy(logits, y, label_smoothing=0.1)
+LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "mean": lambda logits, y: F.cross_entropy(logits, y, reduction="none").mean(),
+    "summed": lambda logits, y: F.cross_entropy(logits, y, reduction="sum") / len(y),
+    "nll": lambda logits, y: F.nll_loss(logits.log_softmax(1), y),
+    "binary": lambda logits, y: F.binary_cross_entropy_with_logits(logits[:, 1] - logits[:, 0], y.float()),
+    "smoothed": lambda logits, y: F.cross_entropy(logits, y, label_smoothing=0.1),
+}
 
 
 class Logged(Noted):
@@ -176,7 +164,7 @@ class Sharp(lt.SAMMixin, Noted):
 
 
 @pytest.mark.few(3)
-@pytest.mark.parametrize("kind", [Mean, Summed, Nll, Binary, Smoothed, Twice, Sharp])
+@pytest.mark.parametrize("kind", [*map(with_loss, LOSSES.values()), Twice, Sharp], ids=[*LOSSES, "Twice", "Sharp"])
 def test_losses_of_every_form_have_margins(kind: Any) -> None:
     fit(plain := build(kind), train=numbers_loader(shuffle=False))
     fit(module := build(kind), train=numbers_loader(shuffle=False), callbacks=[callback := lt.LabelErrors()])
@@ -184,27 +172,16 @@ def test_losses_of_every_form_have_margins(kind: Any) -> None:
     assert_as_noted(callback.report, module.noted)
 
 
-class ByHand(Noted):
-    """The negative of a loss is summed up."""
-
-    def loss(self, logits: Tensor, y: Tensor) -> Tensor:
-        return -logits.log_softmax(1).gather(1, y[:, None])[:, 0].mean()
-
-
 def test_a_loss_that_is_written_by_hand_is_refused() -> None:
-    before = weights(module := build(ByHand))
-    with pytest.raises(MisconfigurationException, match=r"Compute the loss by a function of torch\.nn\.functional"):
-        fit(module, train=numbers_loader(), callbacks=[lt.LabelErrors()])
-    assert_equal(weights(module), before)
-
-
-class Huber(Noted):
-    def loss(self, logits: Tensor, y: Tensor) -> Tensor:
-        return F.smooth_l1_loss(logits[:, 0], y.float())
+    """The negative of a loss is summed up."""
+    kind = with_loss(lambda logits, y: -logits.log_softmax(1).gather(1, y[:, None])[:, 0].mean())
+    message = r"Compute the loss by a function of torch\.nn\.functional"
+    refused(kind, message, [lt.LabelErrors()], train=numbers_loader())
 
 
 def test_a_loss_without_logits_is_compared_by_itself() -> None:
-    fit(module := build(Huber), train=numbers_loader(), callbacks=[callback := lt.LabelErrors()])
+    huber = with_loss(lambda logits, y: F.smooth_l1_loss(logits[:, 0], y.float()))
+    fit(module := build(huber), train=numbers_loader(), callbacks=[callback := lt.LabelErrors()])
     report = callback.report
     losses = {number: sum(row[0] for row in rows) / len(rows) for number, rows in module.noted.items()}
     assert report.margin.isnan().all()
@@ -265,13 +242,8 @@ def test_a_fit_that_is_resumed_amid_an_epoch_ends_with_the_same_report(tmp_path:
     save = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=8, save_top_k=-1)
     torch.manual_seed(5)
     with pytest.raises(RuntimeError, match="died"):
-        fit(
-            build(NormNet),
-            train=loader(shuffle=True),
-            callbacks=[part, save, Fails(10)],
-            enable_checkpointing=True,
-            **settings,
-        )
+        saving = {"callbacks": [part, save, Fails(10)], "enable_checkpointing": True}
+        fit(build(NormNet), train=loader(shuffle=True), **saving, **settings)
     fit(build(NormNet), train=loader(shuffle=True), callbacks=[rest], ckpt_path=tmp_path / "step=8.ckpt", **settings)
     assert_equal(columns(rest.report), columns(whole.report))
 
@@ -284,13 +256,8 @@ def of_ranks(folder: Path, resumed: bool) -> dict[str, Any]:
     if resumed:
         save = ModelCheckpoint(folder, "{step}", every_n_train_steps=5, save_top_k=-1)
         with pytest.raises(RuntimeError, match="died"):
-            fit(
-                build(Noted),
-                train=numbers_loader(),
-                callbacks=[lt.LabelErrors(), save, Fails(6)],
-                enable_checkpointing=True,
-                **settings,
-            )
+            saving = {"callbacks": [lt.LabelErrors(), save, Fails(6)], "enable_checkpointing": True}
+            fit(build(Noted), train=numbers_loader(), **saving, **settings)
         settings["ckpt_path"] = folder / "step=5.ckpt"
     fit(module, train=numbers_loader(), callbacks=[callback], **settings)
     return {"report": columns(callback.report), "noted": module.noted}
@@ -364,10 +331,7 @@ class First(PlainNet):
 def test_samples_without_numbers_are_refused(name: str) -> None:
     make, message = REFUSED[name]
     callback = lt.LabelErrors(target="0.1" if name == "several loaders" else None)
-    before = weights(module := build(First))
-    with pytest.raises(MisconfigurationException, match=message):
-        fit(module, train=make(), callbacks=[callback])
-    assert_equal(weights(module), before)
+    refused(First, message, [callback], train=make())
     with pytest.raises(ValueError, match="has seen no sample yet"):
         _ = callback.report
 

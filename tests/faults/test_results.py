@@ -94,10 +94,7 @@ READERS: dict[str, tuple[Callable[[Path], None], Callable[[Path, Path], Any]]] =
 
 @pytest.mark.parametrize(
     ("reader", "flips"),
-    [
-        ("folds of cross_validate", 10),
-        *(pytest.param(name, 300, marks=pytest.mark.slow) for name in READERS),
-    ],
+    [("folds of cross_validate", 10), *(pytest.param(name, 300, marks=pytest.mark.slow) for name in READERS)],
 )
 def test_a_flipped_bit_gives_no_other_result(reader: str, flips: int, tmp_path: Path) -> None:
     make, read = READERS[reader]

@@ -15,13 +15,7 @@ import lightning_tricks as lt
 def net() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(
-        *(
-            nn.Embedding(50, 64),
-            nn.Linear(64, 256),
-            nn.LayerNorm(256),
-            nn.MultiheadAttention(8, 2),
-            nn.Conv2d(8, 64, 3),
-        ),
+        *(nn.Embedding(50, 64), nn.Linear(64, 256), nn.LayerNorm(256), nn.MultiheadAttention(8, 2), nn.Conv2d(8, 64, 3))
     )
 
 

@@ -14,7 +14,7 @@ import numpy
 import pytest
 import torch
 import torch.nn.functional as F
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import LambdaCallback
 from torch import Tensor, nn
 from torch.distributed.tensor import distribute_tensor, init_device_mesh
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -390,13 +390,12 @@ def test_an_exception_leaves_no_casts_of_moved_weights() -> None:
 
 
 def test_it_works_in_a_hook_of_a_fit_and_changes_nothing_in_it() -> None:
-    class Measure(Callback):
-        def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-            found.append(sharpness(pl_module, loader(), cross_entropy, iterations=2, points=3))
+    def measure(trainer: L.Trainer, module: L.LightningModule) -> None:
+        found.append(sharpness(module, loader(), cross_entropy, iterations=2, points=3))
 
     found: list[Sharpness] = []
     measured, plain = build(Net), build(Net)
-    fit(measured, callbacks=[Measure()])
+    fit(measured, callbacks=[LambdaCallback(on_validation_epoch_end=measure)])
     fit(plain)
     assert len(found) == 2
     assert_equal(weights(measured), weights(plain))

@@ -111,9 +111,7 @@ class Stateless(PlainNet):
 class Manual(PlainNet):
     """Two optimizer steps in a training step, and layers that are called between them."""
 
-    def __init__(self, lr: float = 0.1) -> None:
-        super().__init__(lr)
-        self.automatic_optimization = False
+    automatic_optimization = False
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
         x, y = batch

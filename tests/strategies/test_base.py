@@ -12,12 +12,7 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.plugins import MixedPrecision
-from lightning.pytorch.plugins.precision import (
-    DeepSpeedPrecision,
-    DoublePrecision,
-    HalfPrecision,
-    Precision,
-)
+from lightning.pytorch.plugins.precision import DeepSpeedPrecision, DoublePrecision, HalfPrecision, Precision
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 import lightning_tricks as lt
@@ -181,21 +176,6 @@ def one_after_the_other() -> None:
         MisconfigurationException, match=r"strategy='zero3_bf16' .* got 'compiled'. .*tricks.Compile\(\)"
     ):
         fit(build(Compiled), strategy="zero3_bf16", **settings)
-
-
-def ddp_after_fsdp2() -> None:
-    settings: dict[str, Any] = {"train": rank_loader(), "devices": 2, "max_steps": 1, "use_distributed_sampler": False}
-    module = build(PlainNet)
-    fit(module, **lt.preset("fsdp2_bf16"), **settings)
-    with pytest.raises(MisconfigurationException, match=r"sharded by FSDP2 .* strategy='ddp_bf16'. Create a new"):
-        fit(module, strategy="ddp_bf16", **settings)
-    with pytest.raises(MisconfigurationException, match=r"strategy='zero3_bf16' .* got 'compiled'"):
-        fit(build(Compiled), strategy="zero3_bf16", **settings)
-
-
-@pytest.mark.slow
-def test_a_module_sharded_by_fsdp2_is_refused_by_ddp_and_a_compiled_one_by_zero3() -> None:
-    run_ranks(ddp_after_fsdp2)
 
 
 @pytest.mark.slow

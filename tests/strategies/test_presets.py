@@ -10,11 +10,7 @@ from typing import Any
 import lightning as L
 import pytest
 from lightning.pytorch.cli import LightningCLI
-from lightning.pytorch.strategies import (
-    DDPStrategy,
-    SingleDeviceStrategy,
-    StrategyRegistry,
-)
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, StrategyRegistry
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_tricks as lt

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, LambdaCallback
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
@@ -35,6 +35,7 @@ from tests.nets import (
     loader,
     rank_loader,
     spelled,
+    trainer,
     weights,
 )
 from tests.ranks import run_ranks
@@ -183,11 +184,7 @@ def test_batches_go_through_the_hooks_of_the_data_module_and_the_precision() -> 
             return batch[0] * 2, batch[1]
 
     callback, module = Recalibrate(), build(NormNet)
-    run = L.Trainer(
-        accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False, max_epochs=1,
-        enable_model_summary=False, precision="64-true", callbacks=[callback], num_sanity_val_steps=0,
-    )  # fmt: skip
-    run.fit(module, datamodule=Data())
+    trainer(max_epochs=1, precision="64-true", callbacks=[callback]).fit(module, datamodule=Data())
     assert callback.found[MEAN].dtype == torch.float64
     assert_statistics(module, callback.found, [(x.double() + 1) * 2 for x in inputs()], tolerance=1e-12)
 
@@ -378,16 +375,16 @@ def test_nothing_has_moved_afterwards(on: str, tmp_path: Any) -> None:
 @pytest.mark.few(1)
 @everywhere
 def test_training_that_goes_on_elsewhere_is_as_without(on: str) -> None:
-    class Last(Callback):
-        def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-            drawn = torch.rand(2).tolist(), torch.rand(2, device=trainer.strategy.root_device).tolist()
-            numbers.append((*drawn, random.random(), np.random.rand()))
+    def draw(trainer: L.Trainer, *_: Any) -> None:
+        drawn = torch.rand(2).tolist(), torch.rand(2, device=trainer.strategy.root_device).tolist()
+        numbers.append((*drawn, random.random(), np.random.rand()))
 
     numbers: list[Any] = []
+    last = LambdaCallback(on_fit_end=draw)
     plain, module = build(Busy), build(Busy)
     with device(on) as there:
-        first = fit(plain, callbacks=[Last()], accelerator=there.name)
-        second = fit(module, callbacks=[Last(), Recalibrate()], accelerator=there.name)
+        first = fit(plain, callbacks=[last], accelerator=there.name)
+        second = fit(module, callbacks=[last, Recalibrate()], accelerator=there.name)
     assert numbers[0] == numbers[1]
     assert_equal(weights(plain), weights(module))
     assert first.callback_metrics == second.callback_metrics
@@ -446,10 +443,8 @@ class Slow(TensorDataset):
 @pytest.mark.parametrize("cut", [{}, {"max_steps": 8}, {"limit_train_batches": 3}], ids=spelled)
 def test_worker_processes_serve_the_pass_and_the_next_fit_and_end(persistent: bool, cut: dict[str, Any]) -> None:
     train = DataLoader(Slow(*data().tensors), 8, num_workers=1, persistent_workers=persistent)
-    module, found = take(train=train, **cut)
-    assert_statistics(module, found, inputs()[: cut.get("limit_train_batches", 6)])
-    module, found = take(train=train, **cut)
-    assert_statistics(module, found, inputs()[: cut.get("limit_train_batches", 6)])
+    for _ in range(2):
+        assert_statistics(*take(train=train, **cut), inputs()[: cut.get("limit_train_batches", 6)])
     assert not multiprocessing.active_children()
 
 
@@ -516,22 +511,11 @@ def test_a_batch_that_is_not_finite_does_not_count() -> None:
     module = build(NormNet, lr=0.0)
     fit(module, train=DataLoader(samples, batch_size=8), callbacks=[take, lt.SkipNonFinite()], max_epochs=1)
     inputs = [samples.tensors[0][first : first + 8] for first in (0, 16, 24)]
-    mean, variance = naive_statistics(module.layers, 1, inputs)
-    torch.testing.assert_close(take.found[MEAN].double(), mean, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(take.found[VARIANCE].double(), variance, atol=1e-5, rtol=1e-5)
-
-
-class Wrapped(Callback):
-    """Notes after each batch whether the strategy's training step is wrapped."""
-
-    def __init__(self) -> None:
-        self.seen: list[bool] = []
-
-    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
-        self.seen.append("training_step" in vars(trainer.strategy))
+    assert_statistics(module, take.found, inputs, tolerance=1e-5)
 
 
 def test_steps_are_looked_at_in_the_first_one_alone() -> None:
-    wrapped = Wrapped()
-    fit(build(NormNet), callbacks=[lt.SWA(0.5), wrapped], max_steps=3)
-    assert wrapped.seen == [False] * 3
+    wrapped: list[bool] = []
+    note = LambdaCallback(on_train_batch_end=lambda run, *_: wrapped.append("training_step" in vars(run.strategy)))
+    fit(build(NormNet), callbacks=[lt.SWA(0.5), note], max_steps=3)
+    assert wrapped == [False] * 3

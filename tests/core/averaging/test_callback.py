@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback, ModelPruning
+from lightning.pytorch.callbacks import Callback, LambdaCallback, ModelPruning
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.nn.utils import parametrize, prune
@@ -32,6 +33,13 @@ class Mean(AveragingCallback):
         averages.lerp(1 / (averages.updates + 2))
 
 
+def assert_mean(module: nn.Module, seen: list[dict[str, Tensor]]) -> None:
+    """The trained weights of the module are the mean of those that were seen."""
+    ended = weights(module)
+    mean = {name: torch.stack([state[name] for state in seen]).mean(0) for name, _ in module.named_parameters()}
+    assert_close({name: ended[name] for name in mean}, mean)
+
+
 class Record(Callback):
     def __init__(self) -> None:
         self.seen: list[dict[str, torch.Tensor]] = []
@@ -51,12 +59,10 @@ def test_a_callback_that_does_not_say_how_to_average_cannot_be_made() -> None:
 def test_the_mean_of_all_steps_is_validated_saved_and_kept(tmp_path: Any) -> None:
     record, module = Record(), build(NormNet)
     run = fit(module, callbacks=[Mean(), record])
-    mean = {n: torch.stack([w[n] for w in record.seen]).mean(0) for n, _ in module.named_parameters()}
-    ended = weights(module)
-    assert_close({name: ended[name] for name in mean}, mean)
+    assert_mean(module, record.seen)
     assert run.callback_metrics["val_loss"] == trainer().validate(module, loader(24), verbose=False)[0]["val_loss"]
     run.save_checkpoint(tmp_path / "x.ckpt")
-    assert_equal(torch.load(tmp_path / "x.ckpt", weights_only=True)["state_dict"], ended)
+    assert_equal(torch.load(tmp_path / "x.ckpt", weights_only=True)["state_dict"], weights(module))
 
 
 class Draws(NormNet):
@@ -111,17 +117,12 @@ def test_weights_drawn_anew_when_a_fit_goes_on_begin_a_new_average(elsewhere: bo
         go_on()
     generator = torch.Generator().manual_seed(12)
     first = {n: weight.data.normal_(0, 0.3, generator=generator) for n, weight in build(Again).named_parameters()}
-    seen = [first, *record.seen[half + 1 :]]
-    expected = {name: torch.stack([each[name] for each in seen]).mean(0) for name in first}
-    ended = weights(module)
-    assert_close({name: ended[name] for name in expected}, expected)
+    assert_mean(module, [first, *record.seen[half + 1 :]])
 
 
 def test_in_manual_optimization_it_begins_before_the_step() -> None:
     class Manual(Draws):
-        def __init__(self) -> None:
-            super().__init__()
-            self.automatic_optimization = False
+        automatic_optimization = False
 
         def training_step(self, batch: Any, batch_idx: int) -> None:
             if self.global_step == 0:
@@ -133,51 +134,42 @@ def test_in_manual_optimization_it_begins_before_the_step() -> None:
     first: dict[str, torch.Tensor] = {}
     record, module = Record(), build(Manual)
     fit(module, callbacks=[Mean(), record])
-    seen = [first, *record.seen[1:]]
-    expected = {name: torch.stack([each[name] for each in seen]).mean(0) for name in first}
-    ended = weights(module)
-    assert_close({name: ended[name] for name in expected}, expected)
+    assert_mean(module, [first, *record.seen[1:]])
 
 
-class Renames(Callback):
-    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: Any) -> None:
-        if trainer.current_epoch == 2:
-            parametrize.register_parametrization(pl_module.layers[0], "weight", nn.Identity())
+def renames(trainer: L.Trainer, module: Any) -> None:
+    if trainer.current_epoch == 2:
+        parametrize.register_parametrization(module.layers[0], "weight", nn.Identity())
 
 
-class Unfreezes(Callback):
-    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: Any) -> None:
-        pl_module.layers[0].requires_grad_(trainer.current_epoch >= 2)
+def unfreezes(trainer: L.Trainer, module: Any) -> None:
+    module.layers[0].requires_grad_(trainer.current_epoch >= 2)
 
 
-@pytest.mark.parametrize("other", [Renames, Unfreezes])
+@pytest.mark.parametrize("other", [renames, unfreezes])
 def test_weights_that_are_renamed_or_join_as_a_fit_goes_on_keep_the_average(
-    other: type[Callback], tmp_path: Any
+    other: Callable[..., None], tmp_path: Any
 ) -> None:
-    whole, rest = build(NormNet), build(NormNet)
-    fit(whole, callbacks=[Mean(), other()], max_epochs=4)
-    fit(build(NormNet), callbacks=[Mean(), other()]).save_checkpoint(tmp_path / "x.ckpt")
-    fit(rest, callbacks=[Mean(), other()], max_epochs=4, ckpt_path=tmp_path / "x.ckpt")
+    whole, rest, amid = build(NormNet), build(NormNet), LambdaCallback(on_train_epoch_start=other)
+    fit(whole, callbacks=[Mean(), amid], max_epochs=4)
+    fit(build(NormNet), callbacks=[Mean(), amid]).save_checkpoint(tmp_path / "x.ckpt")
+    fit(rest, callbacks=[Mean(), amid], max_epochs=4, ckpt_path=tmp_path / "x.ckpt")
     assert_equal(weights(whole), weights(rest))
 
 
-class RenamesAmid(Callback):
-    """Renames weights in the middle of a fit, as pruning and parametrizations do."""
-
-    def __init__(self, how: str) -> None:
-        self.how = how
-
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+@pytest.mark.parametrize(
+    "rename",
+    [
+        lambda layer: prune.l1_unstructured(layer, "weight", amount=0.3),
+        lambda layer: parametrize.register_parametrization(layer, "weight", nn.Identity()),
+    ],
+    ids=["prune", "parametrize"],
+)
+def test_averages_follow_weights_that_are_renamed(rename: Callable[[nn.Module], object], tmp_path: Any) -> None:
+    def amid(trainer: Any, module: Any, *_: Any) -> None:
         if trainer.global_step == 3:
-            layer = pl_module.layers[0]
-            if self.how == "prune":
-                prune.l1_unstructured(layer, "weight", amount=0.3)
-            else:
-                parametrize.register_parametrization(layer, "weight", nn.Identity())
+            rename(module.layers[0])
 
-
-@pytest.mark.parametrize("how", ["prune", "parametrize"])
-def test_averages_follow_weights_that_are_renamed(how: str, tmp_path: Any) -> None:
     class Independent(Callback):
         """An average by position, which no name can disturb."""
 
@@ -190,7 +182,7 @@ def test_averages_follow_weights_that_are_renamed(how: str, tmp_path: Any) -> No
                 average.lerp_(parameter.detach(), 0.1)
 
     independent, ema, module = Independent(), lt.EMA(0.9, warmup=False, at_end="raw"), build(PlainNet)
-    run = fit(module, callbacks=[RenamesAmid(how), independent, ema], max_epochs=1)
+    run = fit(module, callbacks=[LambdaCallback(on_train_batch_start=amid), independent, ema], max_epochs=1)
     found = ema.averaged_state_dict()
     names = {id(p): name for name, p in module.named_parameters()}
     for parameter, average in zip(independent.parameters, independent.average, strict=True):
@@ -219,30 +211,25 @@ NO_NOTES = pytest.mark.filterwarnings(
 )
 
 
-class Loses(Callback):
-    """Takes a weight out of the module altogether, then fails."""
-
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+@NO_NOTES
+@pytest.mark.parametrize(
+    ("own", "error", "message"),
+    [
+        (None, MisconfigurationException, r"PlainNet has lost layers\.0\.weight.* EMA"),
+        (KeyError("the user's own error"), KeyError, "the user's own error"),
+    ],
+)
+def test_a_weight_that_is_gone_is_refused_by_name_unless_the_user_has_an_error(
+    own: Exception | None, error: type[Exception], message: str
+) -> None:
+    def loses(trainer: Any, module: Any, *_: Any) -> None:
         if trainer.global_step == 3:
-            pl_module.layers[0] = nn.Linear(8, 16)
-            raise KeyError("the user's own error")
+            module.layers[0] = nn.Linear(8, 16)
+            if own:
+                raise own
 
-
-@NO_NOTES
-def test_the_users_own_error_is_the_one_that_is_raised() -> None:
-    with pytest.raises(KeyError, match="the user's own error"):
-        fit(build(PlainNet), callbacks=[lt.EMA(0.9), Loses()])
-
-
-@NO_NOTES
-def test_a_weight_that_is_gone_is_refused_by_name() -> None:
-    class Replaces(Callback):
-        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-            if trainer.global_step == 3:
-                pl_module.layers[0] = nn.Linear(8, 16)
-
-    with pytest.raises(MisconfigurationException, match=r"PlainNet has lost layers\.0\.weight.* EMA"):
-        fit(build(PlainNet), callbacks=[lt.EMA(0.9), Replaces()])
+    with pytest.raises(error, match=message):
+        fit(build(PlainNet), callbacks=[lt.EMA(0.9), LambdaCallback(on_train_batch_start=loses)])
 
 
 class OldKey(Callback):
@@ -259,9 +246,7 @@ def test_callbacks_may_have_any_state_key(tmp_path: Any) -> None:
     first.save_checkpoint(tmp_path / "a.ckpt")
     checkpoint = torch.load(tmp_path / "a.ckpt", weights_only=False)
     assert OldKey in checkpoint["callbacks"]
-    second = L.Trainer(
-        accelerator="cpu", max_epochs=2, logger=False, enable_checkpointing=False, callbacks=[OldKey(), lt.EMA(0.8)]
-    )
+    second = trainer(callbacks=[OldKey(), lt.EMA(0.8)])
     second.fit(build(NormNet), loader(), loader(24), ckpt_path=tmp_path / "a.ckpt", weights_only=False)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, LambdaCallback, ModelCheckpoint
 from lightning.pytorch.loops import _TrainingEpochLoop
 from lightning.pytorch.loops.fit_loop import _FitLoop
 from torch import nn
@@ -68,13 +68,9 @@ def test_a_callback_that_is_gone_leaves_nothing_behind() -> None:
 
 def test_a_checkpoint_that_was_loaded_is_not_kept_while_training(tmp_path: Path) -> None:
     fit(build(NormNet), callbacks=[lt.EMA(0.9)]).save_checkpoint(tmp_path / "x.ckpt")
-    kept = []
-
-    class Look(Callback):
-        def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
-            kept.append(coordinator_of(trainer).file)
-
-    tricks = [lt.PostHocEMA(tmp_path, every_n_steps=2), Look()]
+    kept: list[Any] = []
+    look = LambdaCallback(on_train_batch_start=lambda trainer, *_: kept.append(coordinator_of(trainer).file))
+    tricks = [lt.PostHocEMA(tmp_path, every_n_steps=2), look]
     run = trainer(callbacks=tricks, max_epochs=3)
     run.fit(build(NormNet), loader(), loader(24), ckpt_path=tmp_path / "x.ckpt")
     assert kept
@@ -82,10 +78,9 @@ def test_a_checkpoint_that_was_loaded_is_not_kept_while_training(tmp_path: Path)
 
 
 def test_after_an_exception_each_average_is_completed_whatever_another_one_raises() -> None:
-    class Stop(Callback):
-        def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
-            if trainer.global_step == 2:
-                raise KeyError("the user's own")  # the averages have not seen the second step yet
+    def stop(trainer: L.Trainer, *_: Any) -> None:
+        if trainer.global_step == 2:
+            raise KeyError("the user's own")  # the averages have not seen the second step yet
 
     class Fails(lt.EMA):  # type: ignore[misc]
         def catch_up(self, trainer: L.Trainer) -> bool:
@@ -95,7 +90,8 @@ def test_after_an_exception_each_average_is_completed_whatever_another_one_raise
 
     average, module = lt.EMA(0.9), build(NormNet)
     with pytest.raises(KeyError, match="the user's own"):
-        fit(module, callbacks=[Stop(), average, Fails(0.5, validate="raw", at_end="raw")])
+        stopping = LambdaCallback(on_train_batch_end=stop)
+        fit(module, callbacks=[stopping, average, Fails(0.5, validate="raw", at_end="raw")])
     assert [(averages.steps, averages.holds) for averages in average.running().values()] == [(2, "raw")]
 
 
@@ -104,16 +100,6 @@ def test_after_an_exception_each_average_is_completed_whatever_another_one_raise
 
 def hidden(decay: float = 0.9, **settings: Any) -> lt.EMA:
     return lt.EMA(decay, validate="raw", at_end="raw", **settings)
-
-
-class Saver(Callback):
-    """Saves before the averages have had their turn."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        trainer.save_checkpoint(self.path)
 
 
 class Stop(Callback):
@@ -131,7 +117,8 @@ def alone(average: Any, **settings: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("order", [1, -1])
 def test_a_save_before_its_turn_gives_an_average_nothing_of_another(order: int, tmp_path: Path) -> None:
     ema = hidden()
-    fit(build(NormNet), callbacks=[Saver(tmp_path / "x.ckpt"), *[ema, lt.EMA(0.99)][::order]])
+    saves = LambdaCallback(on_train_batch_end=lambda trainer, *_: trainer.save_checkpoint(tmp_path / "x.ckpt"))
+    fit(build(NormNet), callbacks=[saves, *[ema, lt.EMA(0.99)][::order]])
     assert_equal(ema.averaged_state_dict(), alone(hidden()))
 
 

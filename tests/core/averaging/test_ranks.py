@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, LambdaCallback
 
 import lightning_tricks as lt
 from lightning_tricks.core.lightning.trainer import extremes
@@ -56,13 +56,12 @@ def test_averaged_statistics_are_the_same_on_all_ranks_and_the_mean_of_theirs(tm
 
 
 def distances(engine: str) -> tuple[float, float]:
-    ema, logged = lt.EMA(0.9, at_end="raw"), []
+    ema, logged = lt.EMA(0.9, at_end="raw"), list[float]()
 
-    class Distance(Callback):
-        def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
-            logged.append(ema._running.distance(trainer.strategy.root_device))
+    def note(trainer: Any, *_: Any) -> None:
+        logged.append(ema._running.distance(trainer.strategy.root_device))
 
-    train(engine, ema, callbacks=[Distance()], max_epochs=1)
+    train(engine, ema, callbacks=[LambdaCallback(on_train_batch_end=note)], max_epochs=1)
     averages = ema._running
     raw = torch.cat([value.flatten() for value in averages.weights.state().values()])
     averaged = torch.cat([value.flatten() for value in ema.averaged_state_dict().values()])
@@ -76,13 +75,9 @@ def test_the_distance_is_that_of_the_gathered_weights(engine: str) -> None:
 
 
 def smallest_and_largest() -> tuple[int, int]:
-    found = []
-
-    class Ask(Callback):
-        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-            found.append(extremes(trainer, 5 + trainer.global_rank))
-
-    fit(build(NormNet), callbacks=[Ask()], max_epochs=1, strategy="ddp", devices=2)
+    found: list[tuple[int, int]] = []
+    ask = LambdaCallback(on_train_start=lambda trainer, _: found.append(extremes(trainer, 5 + trainer.global_rank)))
+    fit(build(NormNet), callbacks=[ask], max_epochs=1, strategy="ddp", devices=2)
     return found[0]
 
 

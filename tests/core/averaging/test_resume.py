@@ -11,7 +11,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import (
+    Callback,
+    EMAWeightAveraging,
+    LambdaCallback,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
@@ -92,6 +98,13 @@ class Transposed(nn.Module):
         return F.linear(x, self.weight.T, self.bias)
 
 
+def transpose_momentum(checkpoint: dict[str, Any]) -> None:
+    for state in checkpoint["optimizer_states"]:
+        for each in state["state"].values():
+            if each["momentum_buffer"].shape == (16, 8):
+                each["momentum_buffer"] = each["momentum_buffer"].T.contiguous()
+
+
 class Reshaped(Old):
     """A layer whose weight is the transpose of the old one, under the same name."""
 
@@ -103,10 +116,7 @@ class Reshaped(Old):
         weight = checkpoint["state_dict"]["first.weight"]
         if weight.shape == (16, 8):
             checkpoint["state_dict"]["first.weight"] = weight.T.contiguous()
-            for state in checkpoint["optimizer_states"]:
-                for each in state["state"].values():
-                    if each["momentum_buffer"].shape == (16, 8):
-                        each["momentum_buffer"] = each["momentum_buffer"].T.contiguous()
+            transpose_momentum(checkpoint)
 
 
 class Versioned(Transposed):
@@ -126,10 +136,7 @@ class ByVersion(Old):
         self.first = Versioned(8, 16)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        for state in checkpoint["optimizer_states"]:
-            for each in state["state"].values():
-                if each["momentum_buffer"].shape == (16, 8):
-                    each["momentum_buffer"].t_()
+        transpose_momentum(checkpoint)
 
 
 class InPlacePreHook(ByPreHook):
@@ -159,27 +166,39 @@ def as_old(state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 class Look(Callback):
-    """The raw weights and the averages when half of the epochs are over, where a checkpoint is saved, or resumed."""
+    """What there is of weights and averages where a checkpoint is saved, or else where training begins.
 
-    def __init__(self, average: Any, path: Path | None = None) -> None:
-        self.average, self.path = average, path
-        self.raw: dict[str, Tensor] = {}
-        self.averaged: dict[str, Tensor] = {}
-        self.optimizer: dict[str, Any] = {}
+    Args:
+        average: The callback whose averages are kept; None for the weights alone.
+        path: The checkpoint, saved at the end of the second validation, or behind an optimizer step.
+        step: The number of that step.
+    """
+
+    def __init__(self, average: Any = None, path: Path | None = None, step: int | None = None) -> None:
+        self.average, self.path, self.step = average, path, step
 
     def look(self, module: Any) -> None:
         self.raw = weights(module)
         self.optimizer = deepcopy(module.trainer.optimizers[0].state_dict())
-        self.averaged = {name: value.clone() for name, value in self.average._running.tensors.items()}
+        if self.average is not None:
+            self.averaged = {name: value.clone() for name, value in self.average._running.tensors.items()}
+            self.updates = self.average._running.updates
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         if self.path is None:
             self.look(pl_module)
 
+    def save(self, trainer: Any, pl_module: Any) -> None:
+        self.look(pl_module)
+        trainer.save_checkpoint(self.path)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        if self.path is not None and trainer.global_step == self.step:
+            self.save(trainer, pl_module)
+
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
-        if self.path is not None and trainer.current_epoch == 1:
-            self.look(pl_module)
-            trainer.save_checkpoint(self.path)
+        if self.path is not None and self.step is None and trainer.current_epoch == 1:
+            self.save(trainer, pl_module)
 
 
 Half = tuple[Path, Look, Any]
@@ -223,23 +242,65 @@ def test_several_averages_and_a_schedule_free_one_resume_exactly(tmp_path: Path)
 
     for callbacks in (several, lambda: several()[::-1]):
         whole, rest, there, here = build(Old), build(ByHook), callbacks(), callbacks()
-        fit(whole, callbacks=[*there, Look(there[0], tmp_path / "x.ckpt")], max_epochs=4)
+        fit(whole, callbacks=[*there, Look(path=tmp_path / "x.ckpt")], max_epochs=4)
         fit(rest, callbacks=here, max_epochs=4, ckpt_path=tmp_path / "x.ckpt")
         assert_equal(as_old(weights(rest)), weights(whole))
         for ours, theirs in zip(here, there, strict=True):
             assert_equal(as_old(ours.averaged_state_dict()), theirs.averaged_state_dict())
 
 
-def test_the_averages_of_a_schedule_free_optimizer_resume_exactly(tmp_path: Path) -> None:
-    def schedule_free(module: Any) -> Any:
-        return lt.optimizer("schedulefree_adamw", module, lr=0.01)
+class Free(Old):
+    """By a schedule-free optimizer, which averages no statistics."""
 
-    kinds = [type("Free", (kind,), {"configure_optimizers": schedule_free}) for kind in (Old, ByHook)]
-    whole, rest = (build(kind) for kind in kinds)
-    whole.norm, rest.norm = nn.Identity(), nn.Identity()
-    saves = lt.ScheduleFree()
-    fit(whole, callbacks=[saves, Look(saves, tmp_path / "x.ckpt")], max_epochs=4)
-    fit(rest, callbacks=[lt.ScheduleFree()], max_epochs=4, ckpt_path=tmp_path / "x.ckpt")
+    def __init__(self, lr: float = 0.1) -> None:
+        super().__init__(lr)
+        self.norm = nn.Identity()
+
+    def configure_optimizers(self) -> Any:
+        return lt.optimizer("schedulefree_adamw", self, lr=0.01)
+
+
+class RenamedFree(ByHook):
+    def __init__(self, lr: float = 0.1) -> None:
+        super().__init__(lr)
+        self.norm = nn.Identity()
+
+    configure_optimizers = Free.configure_optimizers
+
+
+class Tied(Old):
+    def __init__(self, lr: float = 0.1) -> None:
+        super().__init__(lr)
+        self.alias = self.last
+
+
+class RenamedTied(ByHook):
+    def __init__(self, lr: float = 0.1) -> None:
+        super().__init__(lr)
+        self.alias = self.head
+
+
+class Prefixed(Old):
+    """Saves its weights under other names than its own, and takes these back."""
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["state_dict"] = {f"net.{name}": value for name, value in checkpoint["state_dict"].items()}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        state = checkpoint["state_dict"]
+        checkpoint["state_dict"] = {name.removeprefix("net."): value for name, value in state.items()}
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "made"),
+    [(Free, RenamedFree, lt.ScheduleFree), (Tied, RenamedTied, AVERAGES["EMA"]), (Prefixed, Prefixed, AVERAGES["EMA"])],
+)
+def test_schedule_free_averages_tied_weights_and_names_for_the_file_alone_resume_exactly(
+    old: type[Old], new: type[Old], made: Callable[[], Any], tmp_path: Path
+) -> None:
+    whole, rest, average = build(old), build(new), made()
+    fit(whole, callbacks=[average, Look(path=tmp_path / "x.ckpt")], max_epochs=4)
+    fit(rest, callbacks=[made()], max_epochs=4, ckpt_path=tmp_path / "x.ckpt")
     assert_equal(as_old(weights(rest)), weights(whole))
 
 
@@ -304,17 +365,6 @@ def test_a_hook_that_does_not_do_the_same_again_is_refused(half: Callable[[str, 
         fit(build(Once), callbacks=[lt.EMA(0.9)], max_epochs=4, ckpt_path=path)
 
 
-class Prefixed(Old):
-    """Saves its weights under other names than its own, and takes these back."""
-
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        checkpoint["state_dict"] = {f"net.{name}": value for name, value in checkpoint["state_dict"].items()}
-
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        state = checkpoint["state_dict"]
-        checkpoint["state_dict"] = {name.removeprefix("net."): value for name, value in state.items()}
-
-
 class Scaled(Prefixed):
     """Changes values as well."""
 
@@ -323,14 +373,8 @@ class Scaled(Prefixed):
         checkpoint["state_dict"]["last.weight"] *= 2
 
 
-def test_names_that_are_for_the_file_alone_resume_exactly_and_other_values_under_them_are_refused(
-    tmp_path: Path,
-) -> None:
-    whole, rest = build(Prefixed), build(Prefixed)
-    callback = lt.EMA(0.9)
-    fit(whole, callbacks=[callback, Look(callback, tmp_path / "x.ckpt")], max_epochs=4)
-    fit(rest, callbacks=[lt.EMA(0.9)], max_epochs=4, ckpt_path=tmp_path / "x.ckpt")
-    assert_equal(weights(rest), weights(whole))
+def test_other_values_under_names_for_the_file_alone_are_refused(tmp_path: Path) -> None:
+    fit(build(Prefixed), callbacks=[lt.EMA(0.9), Look(path=tmp_path / "x.ckpt")], max_epochs=4)
     with pytest.raises(MisconfigurationException, match=r"has saved them under other names than its own \(first"):
         fit(build(Scaled), callbacks=[lt.EMA(0.9)], max_epochs=4, ckpt_path=tmp_path / "x.ckpt")
 
@@ -368,30 +412,11 @@ def test_a_layer_that_is_dropped_is_dropped_in_both(lenient: bool, tmp_path: Pat
     assert_equal(look.raw, {name: saved.raw[name] for name in look.raw})
 
 
-class Tied(Old):
-    def __init__(self, lr: float = 0.1) -> None:
-        super().__init__(lr)
-        self.alias = self.last
-
-
-class RenamedTied(ByHook):
-    def __init__(self, lr: float = 0.1) -> None:
-        super().__init__(lr)
-        self.alias = self.head
-
-
-def test_tied_weights_are_the_raw_ones_under_all_names(tmp_path: Path) -> None:
-    whole, rest, callback = build(Tied), build(RenamedTied), lt.EMA(0.9)
-    fit(whole, callbacks=[callback, Look(callback, tmp_path / "x.ckpt")], max_epochs=4)
-    fit(rest, callbacks=[lt.EMA(0.9)], max_epochs=4, ckpt_path=tmp_path / "x.ckpt")
-    assert_equal(as_old(weights(rest)), weights(whole))
-
-
 # -- shards -----------------------------------------------------------------------------------------------------------
 
 
-class RenamedBlocks(PlainNet):
-    """Renames its layers in a hook, which gets no weights where the strategy loads them."""
+class Blocks(Net):
+    """Has its layers under another name than the class that has saved the checkpoint."""
 
     def __init__(self, lr: float = 0.1) -> None:
         super().__init__(lr)
@@ -401,14 +426,18 @@ class RenamedBlocks(PlainNet):
     def forward(self, x: Tensor) -> Tensor:
         return self.blocks(x)
 
-    def configure_model(self) -> None:
-        if isinstance(self.trainer.strategy, ModelParallelStrategy):
-            fully_shard(self.blocks, mesh=self.device_mesh["data_parallel"])
-
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         state = checkpoint.get("state_dict", {})
         for name in list(state):
             state[name.replace("layers", "blocks")] = state.pop(name)
+
+
+class RenamedBlocks(Blocks, PlainNet):
+    """Renames them in a hook, which gets no weights where the strategy loads them."""
+
+    def configure_model(self) -> None:
+        if isinstance(self.trainer.strategy, ModelParallelStrategy):
+            fully_shard(self.blocks, mesh=self.device_mesh["data_parallel"])
 
 
 def renamed_on_ranks(engine: str, folder: str) -> str:
@@ -439,26 +468,16 @@ pytestmark = [
 ]
 
 
-class Noting(Callback):
-    """Saves a checkpoint amid the fit and keeps the raw weights of then; or keeps those that a fit begins with."""
-
-    def __init__(self, path: Path | None = None, step: int = 9) -> None:
-        self.path, self.step = path, step
-        self.raw: dict[str, Tensor] = {}
-
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        if self.path is None:
-            self.raw = weights(pl_module)
-
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
-        if self.path is not None and trainer.global_step == self.step:
-            self.raw = weights(pl_module)
-            trainer.save_checkpoint(self.path)
+THEIRS: dict[str, Callable[[], Callback]] = {
+    "WeightAveraging": WeightAveraging,
+    "EMAWeightAveraging": lambda: EMAWeightAveraging(decay=0.9),
+    "StochasticWeightAveraging": lambda: StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=2),
+}
 
 
-def saved(path: Path, callback: Callback, kind: type[Net] = NormNet, **settings: Any) -> Noting:
+def saved(path: Path, callback: Callback, kind: type[Net] = NormNet, **settings: Any) -> Look:
     """A checkpoint of three epochs of four, in whose last batches the average differs from the weights."""
-    look = Noting(path, 18)
+    look = Look(path=path, step=18)
     fit(build(kind), callbacks=[callback, look], max_epochs=4, **settings)
     return look
 
@@ -467,21 +486,8 @@ def trained(module: nn.Module) -> list[str]:
     return [name for name, _ in module.named_parameters()]
 
 
-class AtStart(Noting):
-    """The averages that a fit begins with as well."""
-
-    def __init__(self, average: Any) -> None:
-        super().__init__()
-        self.average = average
-
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        super().on_train_start(trainer, pl_module)
-        self.averaged = {name: value.clone() for name, value in self.average._running.tensors.items()}
-        self.updates = self.average._running.updates
-
-
-def resumed(path: Path, average: Any, kind: type[Net] = NormNet, **settings: Any) -> tuple[Any, AtStart]:
-    module, look = build(kind), AtStart(average)
+def resumed(path: Path, average: Any, kind: type[Net] = NormNet, **settings: Any) -> tuple[Any, Look]:
+    module, look = build(kind), Look(average)
     fit(module, callbacks=[average, look], ckpt_path=path, **{"max_epochs": 5, **settings})
     return module, look
 
@@ -491,7 +497,7 @@ def resumed(path: Path, average: Any, kind: type[Net] = NormNet, **settings: Any
 @pytest.mark.parametrize(
     ("theirs", "ours"),
     [
-        (lambda: EMAWeightAveraging(decay=0.9), lambda: lt.EMA(0.9)),
+        (THEIRS["EMAWeightAveraging"], lambda: lt.EMA(0.9)),
         (lambda: EMAWeightAveraging(decay=0.9, use_buffers=False), lambda: lt.EMA(0.9, buffers="average")),
         (WeightAveraging, lambda: lt.EMA(0.9)),
         (WeightAveraging, lambda: lt.SWA(0.5)),
@@ -513,15 +519,15 @@ def test_raw_weights_average_and_count_of_weight_averaging_go_on(
 
 def test_an_average_of_lightnings_goes_on_as_there(tmp_path: Path) -> None:
     path, there, here = tmp_path / "x.ckpt", build(PlainNet), build(PlainNet)
-    saved(path, EMAWeightAveraging(decay=0.9), PlainNet)
-    fit(there, callbacks=[EMAWeightAveraging(decay=0.9)], max_epochs=5, ckpt_path=path)
+    saved(path, THEIRS["EMAWeightAveraging"](), PlainNet)
+    fit(there, callbacks=[THEIRS["EMAWeightAveraging"]()], max_epochs=5, ckpt_path=path)
     fit(here, callbacks=[lt.EMA(0.9, warmup=False)], max_epochs=5, ckpt_path=path)
     assert_close(weights(here), weights(there), 1e-6)
 
 
 def test_a_mean_of_stochastic_weight_averaging_goes_on(tmp_path: Path) -> None:
     path = tmp_path / "x.ckpt"
-    kept = saved(path, StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=2))
+    kept = saved(path, THEIRS["StochasticWeightAveraging"]())
     module, look = resumed(path, lt.SWA(2))
     assert_equal(look.raw, kept.raw)
     state = torch.load(path, weights_only=True)["callbacks"]["StochasticWeightAveraging"]
@@ -547,27 +553,31 @@ def test_one_that_had_not_begun_is_a_checkpoint_without_an_average(tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    ("theirs", "ours"),
+    ("before", "after"),
     [
-        (lambda: EMAWeightAveraging(decay=0.9), lambda: lt.SWA(0.1)),
-        (lambda: StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=2), lambda: lt.EMA(0.9)),
+        (THEIRS["EMAWeightAveraging"], lambda: lt.SWA(0.1)),
+        (THEIRS["StochasticWeightAveraging"], lambda: lt.EMA(0.9)),
+        (lambda: lt.EMA(0.9), lambda: lt.SWA(0.1)),
+        (lambda: lt.SWA(6, every_n_steps=2), lambda: lt.EMA(0.9)),
     ],
-    ids=["SWA", "EMA"],
+    ids=["their EMA then SWA", "their SWA then EMA", "EMA then SWA", "SWA then EMA"],
 )
 def test_an_average_of_another_kind_gives_its_raw_weights_alone(
-    theirs: Callable[[], Callback], ours: Callable[[], Any], tmp_path: Path
+    before: Callable[[], Callback], after: Callable[[], Any], tmp_path: Path
 ) -> None:
-    kept = saved(tmp_path / "x.ckpt", theirs())
-    with pytest.warns(UserWarning, match=r"begins a new average: the checkpoint has one of \w+, whose raw weights"):
-        _, look = resumed(tmp_path / "x.ckpt", ours())
+    kept = saved(tmp_path / "x.ckpt", before())
+    with pytest.warns(
+        UserWarning, match=r"begins a new average: the checkpoint has one of \w+(\(.*\))?, whose raw weights"
+    ):
+        _, look = resumed(tmp_path / "x.ckpt", after())
     assert_equal(look.raw, kept.raw)
     assert (look.updates, look.averaged) == (0, {})
 
 
 def test_one_average_of_several_takes_it(tmp_path: Path) -> None:
-    kept = saved(tmp_path / "x.ckpt", EMAWeightAveraging(decay=0.9))
+    kept = saved(tmp_path / "x.ckpt", THEIRS["EMAWeightAveraging"]())
     first, second = lt.EMA(0.9), lt.EMA(0.99, validate="raw", at_end="raw")
-    look = AtStart(first)
+    look = Look(first)
     with pytest.warns(UserWarning, match=r"EMA\(decay=0.99.*begins a new average"):
         fit(build(NormNet), callbacks=[second, first, look], max_epochs=5, ckpt_path=tmp_path / "x.ckpt")
     assert look.updates == 6 * 3
@@ -575,14 +585,9 @@ def test_one_average_of_several_takes_it(tmp_path: Path) -> None:
     assert second._running.updates == 12
 
 
-@pytest.mark.parametrize("theirs", ["WeightAveraging", "EMAWeightAveraging", "StochasticWeightAveraging"])
+@pytest.mark.parametrize("theirs", THEIRS)
 def test_a_file_whose_raw_weights_are_lost_is_refused(theirs: str, tmp_path: Path) -> None:
-    made: dict[str, Callable[[], Callback]] = {
-        "WeightAveraging": WeightAveraging,
-        "EMAWeightAveraging": lambda: EMAWeightAveraging(decay=0.9),
-        "StochasticWeightAveraging": lambda: StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=2),
-    }
-    fit(build(PlainNet), callbacks=[made[theirs]()], max_epochs=4).save_checkpoint(tmp_path / "x.ckpt")
+    fit(build(PlainNet), callbacks=[THEIRS[theirs]()], max_epochs=4).save_checkpoint(tmp_path / "x.ckpt")
     for average in (lt.EMA(0.9), lt.SWA(0.5)):
         steps = Steps()
         with pytest.raises(MisconfigurationException, match=f"has the average of {theirs} alone: training had ended"):
@@ -597,51 +602,24 @@ class Scheduled(PlainNet):
 
 
 def test_the_schedule_of_their_swa_cannot_go_on_in_another(tmp_path: Path) -> None:
-    saved(tmp_path / "x.ckpt", StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=2), Scheduled)
+    saved(tmp_path / "x.ckpt", THEIRS["StochasticWeightAveraging"](), Scheduled)
     with pytest.raises(MisconfigurationException, match=r"has the state of SWALR.*StepLR cannot go on from it"):
         resumed(tmp_path / "x.ckpt", lt.SWA(2), Scheduled)
 
 
-class OtherNames(NormNet):
-    def __init__(self, lr: float = 0.1) -> None:
-        super().__init__(lr)
-        self.net = self.layers
-        del self.layers
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.net(x)
-
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        state = checkpoint["state_dict"]
-        checkpoint["state_dict"] = {name.replace("layers.", "net."): value for name, value in state.items()}
+class OtherNames(Blocks, NormNet):
+    """With statistics."""
 
 
 @pytest.mark.parametrize("theirs", ["EMAWeightAveraging", "StochasticWeightAveraging"])
 def test_a_module_that_renames_its_weights_goes_on(theirs: str, tmp_path: Path) -> None:
-    swa = StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=2)
-    ema = theirs == "EMAWeightAveraging"
-    kept = saved(tmp_path / "x.ckpt", EMAWeightAveraging(decay=0.9) if ema else swa)
+    ema, kept = theirs == "EMAWeightAveraging", saved(tmp_path / "x.ckpt", THEIRS[theirs]())
     _, look = resumed(tmp_path / "x.ckpt", lt.EMA(0.9) if ema else lt.SWA(2), OtherNames)
-    assert_equal({name.replace("net.", "layers."): value for name, value in look.raw.items()}, kept.raw)
+    assert_equal({name.replace("blocks.", "layers."): value for name, value in look.raw.items()}, kept.raw)
     file = torch.load(tmp_path / "x.ckpt", weights_only=True)
     average = file["state_dict"] if ema else file["callbacks"][theirs]["average_model_state"]
     for name, value in look.averaged.items():
-        assert torch.equal(value, average[name.replace("net.", "layers.")])
-
-
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [(lambda: lt.EMA(0.9), lambda: lt.SWA(0.1)), (lambda: lt.SWA(6, every_n_steps=2), lambda: lt.EMA(0.9))],
-    ids=["EMA then SWA", "SWA then EMA"],
-)
-def test_another_average_of_ours_begins_with_the_raw_weights(
-    before: Callable[[], Any], after: Callable[[], Any], tmp_path: Path
-) -> None:
-    kept = saved(tmp_path / "x.ckpt", before())
-    with pytest.warns(UserWarning, match="begins a new average: the checkpoint has one of (EMA|SWA)"):
-        _, look = resumed(tmp_path / "x.ckpt", after())
-    assert_equal(look.raw, kept.raw)
-    assert (look.updates, look.averaged) == (0, {})
+        assert torch.equal(value, average[name.replace("blocks.", "layers.")])
 
 
 class Aliased(NormNet):
@@ -653,10 +631,7 @@ class Aliased(NormNet):
 @pytest.mark.parametrize("kind", [NormNet, Aliased])
 @pytest.mark.parametrize(
     ("ours", "theirs"),
-    [
-        (lambda: lt.EMA(0.9), lambda: EMAWeightAveraging(decay=0.9)),
-        (lambda: lt.SWA(6, every_n_steps=2), WeightAveraging),
-    ],
+    [(lambda: lt.EMA(0.9), THEIRS["EMAWeightAveraging"]), (lambda: lt.SWA(6, every_n_steps=2), WeightAveraging)],
     ids=["EMA", "SWA"],
 )
 def test_weight_averaging_goes_on_from_a_checkpoint_of_ours(
@@ -664,14 +639,10 @@ def test_weight_averaging_goes_on_from_a_checkpoint_of_ours(
 ) -> None:
     path, average = tmp_path / "x.ckpt", ours()
     kept = saved(path, average, kind)
-    look, callback = Noting(), theirs()
+    look, callback = Look(), theirs()
     seen: dict[str, Any] = {}
-
-    class AtTheirStart(Callback):
-        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-            seen.update({name: value.clone() for name, value in callback._average_model.state_dict().items()})
-
-    fit(build(kind), callbacks=[callback, look, AtTheirStart()], max_epochs=5, ckpt_path=path)
+    note = LambdaCallback(on_train_start=lambda *_: seen.update(deepcopy(callback._average_model.state_dict())))
+    fit(build(kind), callbacks=[callback, look, note], max_epochs=5, ckpt_path=path)
     assert_equal(look.raw, kept.raw)
     file = torch.load(path, weights_only=True)
     assert int(seen.pop("n_averaged")) == file["callbacks"][average.state_key]["updates"]

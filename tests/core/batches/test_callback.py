@@ -185,10 +185,7 @@ class Auto(PlainNet):
 def test_inputs_that_are_the_target_are_refused() -> None:
     with pytest.raises(MisconfigurationException, match=r"Mixup needs a target that is not an input, got \('x',\)"):
         fit(
-            build(Auto),
-            train=feed(*({"x": x} for x, _ in loader())),
-            callbacks=[Mixup(inputs="x", target="x")],
-            **ONCE,
+            build(Auto), train=feed(*({"x": x} for x, _ in loader())), callbacks=[Mixup(inputs="x", target="x")], **ONCE
         )
 
 

@@ -38,11 +38,8 @@ def test_a_tensordict_keeps_its_batch_size() -> None:
         return tensordict.TensorDict({"x": x, "y": y}, batch_size=[len(x)])
 
     train = DataLoader(loader().dataset, 8, collate_fn=collate)
-    plain, sharp, parts = (
-        build(Sized),
-        build(with_sam(Sized, rho=0.0)),
-        build(with_sam(Sized, rho=0, micro_batch_size=4)),
-    )
+    kinds = (Sized, with_sam(Sized, rho=0.0), with_sam(Sized, rho=0, micro_batch_size=4))
+    plain, sharp, parts = (build(kind) for kind in kinds)
     for module in (plain, sharp, parts):
         fit(module, train=train, limit_val_batches=0)
     assert_equal(weights(plain), weights(sharp))
@@ -92,14 +89,9 @@ class GraphNet(PlainNet):
 @pytest.mark.parametrize("kind", ["opaque", "dataclass"])
 def test_a_batch_that_cannot_be_cut_is_refused_by_path(kind: str) -> None:
     path = r"batch\['graph'\], a Graph" if kind == "opaque" else r"batch\['graph'\]\['x'\], a tensor \(16, 8\)"
-    module = build(GraphNet)
-    before = weights(module)
-    with pytest.raises(MisconfigurationException, match=rf'{path}: use mode="loss"'):
-        fit(module, train=graphs(kind), limit_val_batches=0, callbacks=[lt.HardExampleFilter(0.5)])
-    assert_equal(weights(module), before)
-    sharp = build(with_sam(GraphNet, rho=0.1, micro_batch_size=4))
-    with pytest.raises(MisconfigurationException, match=rf"{path}: leave micro_batch_size out"):
-        fit(sharp, train=graphs(kind), limit_val_batches=0)
+    refused(GraphNet, rf'{path}: use mode="loss"', [lt.HardExampleFilter(0.5)], train=graphs(kind))
+    sharp = with_sam(GraphNet, rho=0.1, micro_batch_size=4)
+    refused(sharp, rf"{path}: leave micro_batch_size out", [], train=graphs(kind))
     fit(build(GraphNet), train=graphs(kind), limit_val_batches=0, callbacks=[lt.HardExampleFilter(0.5, mode="loss")])
 
 

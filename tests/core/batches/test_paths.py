@@ -125,6 +125,7 @@ def test_nothing_is_found_where_it_is_not_clear(batch: Any) -> None:
         ({0: X, "1": Y}, [0, 1], [(0,), (1,)]),
         (SimpleNamespace(graph=SimpleNamespace(nodes=X)), "graph.nodes", [("graph", "nodes")]),
         (Unnamed(X, Y), "b", [("b",)]),
+        ({"image.npy": X}, "image.npy", [("image.npy",)]),
         ((X, Y), 2, []),
         ((X, Y), "x", []),
         ({"a": X}, "b", []),
@@ -175,13 +176,16 @@ def test_what_has_one_entry_a_sample_is_narrowed_and_nothing_else() -> None:
         "array": np.arange(3),
         "weights": torch.zeros(2),
         "text": "abc",
+        "size": namedtuple("Size", "c h w")(3, 8, 8),  # three numbers, and no sequence of three samples
+        "boxes": [torch.full((n, 4), n) for n in (1, 2, 5)],
     }
     new = select_samples(batch, torch.tensor([0, 2]), 3, "Test")
     assert new["x"].tolist() == X[[0, 2]].tolist()
     assert new["meta"] == {"names": ["a", "c"], "sizes": (1, 3), "n": 3, "scale": torch.tensor(2.0)}
     assert new["array"].tolist() == [0, 2]
     assert new["weights"] is batch["weights"]
-    assert new["text"] == "abc"
+    assert (new["text"], new["size"]) == ("abc", (3, 8, 8))
+    assert [len(boxes) for boxes in new["boxes"]] == [1, 5]
     assert batch["meta"]["names"] == ["a", "b", "c"]
 
 
@@ -244,23 +248,9 @@ def test_a_row_of_a_tensor_is_refused_or_replaced_in_a_copy() -> None:
     assert torch.equal(batch, X)
 
 
-def test_a_key_with_a_dot_is_found() -> None:
-    assert locate({"image.npy": X}, "image.npy", INPUTS, 0)
-
-
 @pytest.mark.parametrize("name", ["x²".removeprefix("x"), "--1"])
 def test_odd_names_are_keys(name: str) -> None:
     assert path_of(name) == (name,)
-
-
-def test_a_namedtuple_of_numbers_is_no_sequence_of_samples() -> None:
-    size = namedtuple("Size", "c h w")(3, 8, 8)
-    assert select_samples({"x": X, "size": size}, torch.tensor([0]), 3, "Test")["size"] == size
-
-
-def test_a_list_of_one_tensor_a_sample_is_narrowed() -> None:
-    batch = {"x": X, "boxes": [torch.full((n, 4), n) for n in (1, 2, 5)]}
-    assert [len(boxes) for boxes in select_samples(batch, torch.tensor([0, 2]), 3, "Test")["boxes"]] == [1, 5]
 
 
 @pytest.mark.parametrize("batch", [{"image": X, "features": X, "label": Y}, {"image": X, "label": Y, "target": Y}])

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import random
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback, LambdaCallback, LearningRateFinder
+from lightning.pytorch.callbacks import LambdaCallback, LearningRateFinder
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
@@ -16,6 +17,7 @@ import lightning_tricks as lt
 from lightning_tricks import Mixup
 from lightning_tricks.core.batches.pipeline import chosen
 from lightning_tricks.core.mixed_targets.target import MixedTarget
+from tests.batches import refused
 from tests.core.batches.test_callback import ONCE, fail, watched
 from tests.core.batches.test_mixing import ImageNet, Watch, images
 from tests.few import few
@@ -67,12 +69,12 @@ def test_three_alternatives_share_the_batches_of_a_fit() -> None:
     callbacks = [lt.CutMix(), lt.HiddenMixup("layers.2"), lt.Mixup()]
     counts = [0] * 3
 
-    class Count(Callback):
-        def on_train_batch_start(self, *_: Any) -> None:
-            (number,) = (n for n, each in enumerate(callbacks) if each.drawn is not None)
-            counts[number] += 1
+    def count(*_: Any) -> None:
+        (number,) = (n for n, each in enumerate(callbacks) if each.drawn is not None)
+        counts[number] += 1
 
-    fit(build(ImageNet), train=images(300, 2), callbacks=[*callbacks, Count()], **ONCE)
+    counting = LambdaCallback(on_train_batch_start=count)
+    fit(build(ImageNet), train=images(300, 2), callbacks=[*callbacks, counting], **ONCE)
     assert sum(counts) == 150
     assert all(abs(count / 150 - 1 / 3) < 0.12 for count in counts), counts
 
@@ -187,11 +189,14 @@ def test_a_fit_that_goes_on_draws_new_numbers() -> None:
     assert len({str(numbers) for numbers in watch.numbers()}) == 12
 
 
-def test_an_epoch_cut_short_does_not_repeat_its_numbers() -> None:
-    class Short(PlainNet):
-        def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
-            return -1 if batch_idx == 3 else None
+class Short(PlainNet):
+    """Ends its epochs before their fourth batch."""
 
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+        return -1 if batch_idx == 3 else None
+
+
+def test_an_epoch_cut_short_does_not_repeat_its_numbers() -> None:
     runs = []
     for _ in range(2):
         watch, callbacks = watched()
@@ -216,48 +221,35 @@ def test_a_step_may_transfer_another_batch() -> None:
     assert_equal(weights(plain), weights(twice))
 
 
-BETWEEN = [(hook, first) for hook in ("on_train_epoch_start", "on_train_epoch_end", "on_train_end") for first in (0, 1)]
-BETWEEN += [("on_train_start", 0), ("on_train_batch_start", 1), ("on_train_batch_end", 0)]
+HOOKS = ("on_train_epoch_start", "on_train_epoch_end", "on_train_end")
+HOOKS += ("on_before_backward", "on_validation_start", "on_validation_batch_end")
+MOVES = [*product(HOOKS, (False, True)), ("on_train_start", False), ("on_train_batch_start", True)]
+MOVES += [("on_train_batch_end", False)]
 
 
-@pytest.mark.parametrize(("hook", "first"), BETWEEN)
-def test_another_callback_may_transfer_a_batch(hook: str, first: int) -> None:
+@pytest.mark.parametrize(("hook", "first"), MOVES)
+def test_another_callback_may_transfer_a_batch(hook: str, first: bool) -> None:
     def move(run: Any, *_: Any) -> None:
         x, y = run.strategy.batch_to_device(other)
         seen.append(type(y) is Tensor and torch.equal(x, other[0]))
 
     other, seen, spy = next(iter(loader())), [], LambdaCallback(**{hook: move})
-    fit(build(PlainNet), callbacks=[spy, Mixup(1.0)] if first else [Mixup(1.0), spy])
-    assert all(seen)
-    assert seen
-
-
-@pytest.mark.parametrize("hook", ["on_before_backward", "on_validation_start", "on_validation_batch_end"])
-@pytest.mark.parametrize("first", [False, True])
-def test_another_callback_may_transfer_a_batch_in_a_step_or_validation(hook: str, first: bool) -> None:
-    def move(run: Any, *_: Any) -> None:
-        x, y = run.strategy.batch_to_device(other)
-        assert type(y) is Tensor
-        assert torch.equal(x, other[0])
-
-    other, plain, module = next(iter(loader())), build(PlainNet), build(PlainNet)
-    spy = LambdaCallback(**{hook: move})
+    plain, module = build(PlainNet), build(PlainNet)
     fit(plain, callbacks=[Mixup(1.0)])
     fit(module, callbacks=[spy, Mixup(1.0)] if first else [Mixup(1.0), spy])
+    assert all(seen)
+    assert seen
     assert_equal(weights(plain), weights(module))
 
 
 def test_nothing_is_mixed_after_a_batch_that_was_left_out() -> None:
-    class Short(PlainNet):
-        def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
-            return -1 if batch_idx == 3 else None
-
+    class Checked(Short):
         def on_train_epoch_end(self) -> None:
             x = next(iter(loader()))[0]
             plain = torch.nn.functional.linear(self.layers[:2](x), self.layers[2].weight, self.layers[2].bias)
             assert torch.equal(self.layers(x), plain)
 
-    fit(build(Short), callbacks=[lt.HiddenMixup("layers.2", 1.0)])
+    fit(build(Checked), callbacks=[lt.HiddenMixup("layers.2", 1.0)])
 
 
 def test_the_learning_rate_finder_does_not_shift_the_numbers() -> None:
@@ -336,15 +328,7 @@ def test_a_returned_loss_whose_samples_are_ambiguous_is_refused_before_the_first
             picked = outputs.log_softmax(1).gather(1, batch[1][:, None])
             return -picked.amax()
 
-    module = build(Ambiguous)
-    before = {name: value.clone() for name, value in weights(module).items()}
-    with pytest.raises(MisconfigurationException, match="ambiguous"):
-        fit(module, callbacks=[lt.Mixup(1.0, per_sample=True)], **ONCE)
-    assert_equal(weights(module), before)
-
-
-class Manual(SteppedByHand, PlainNet):
-    """Optimizes by hand."""
+    refused(Ambiguous, "ambiguous", [lt.Mixup(1.0, per_sample=True)])
 
 
 class Ignores(PlainNet):
@@ -354,16 +338,10 @@ class Ignores(PlainNet):
         return self(batch[0]).square().mean()
 
 
-@pytest.mark.parametrize("kind", [Ignores, type("ManualIgnores", (Manual,), {})])
+@pytest.mark.parametrize("kind", [Ignores, type("ManualIgnores", (SteppedByHand, Ignores), {})])
 def test_a_target_that_no_loss_saw_is_refused_before_the_first_optimizer_step(kind: Any) -> None:
-    if kind is not Ignores:
-        kind.training_step = lambda self, batch, batch_idx: _by_hand(self, self(batch[0]).square().mean())
     for trick in (lt.Mixup(), lt.HardExampleFilter(mode="loss")):
-        module = build(kind)
-        before = weights(module)
-        with pytest.raises(MisconfigurationException, match="did nothing to batch 0"):
-            fit(module, callbacks=[trick])
-        assert_equal(weights(module), before)
+        refused(kind, "did nothing to batch 0", [trick])
 
 
 @pytest.mark.parametrize(
@@ -393,10 +371,3 @@ def test_the_first_batch_is_checked_without_a_trace() -> None:
     fit(plain)
     fit(checked, callbacks=[*tricks, lt.HardExampleFilter(start=1.0), lt.HardExampleFilter(start=1.0, mode="loss")])
     assert_equal(weights(plain), weights(checked))
-
-
-def _by_hand(module: Any, loss: Tensor) -> None:
-    optimizer = module.optimizers()
-    optimizer.zero_grad()
-    module.manual_backward(loss)
-    optimizer.step()

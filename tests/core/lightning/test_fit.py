@@ -12,7 +12,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, LambdaCallback
 from lightning.pytorch.loops.progress import _BaseProgress
 from torch.utils.data import DataLoader
 
@@ -69,16 +69,13 @@ def test_a_second_fit_on_other_data_goes_on_in_the_new_plan(caplog: pytest.LogCa
     mixup = lt.Mixup(stop=0.9)
     mixed: list[bool] = []
 
-    class Watch(L.Callback):
-        def on_train_batch_start(self, *_: Any) -> None:
-            mixed.append(mixup._is_active(run))
-
     class Scheduled(type(build())):  # type: ignore[misc]
         def configure_optimizers(self) -> Any:
             return lt.linear(super().configure_optimizers(), self)
 
     swa = lt.SWA(start=0.75)
-    run = trainer(max_epochs=1, callbacks=[mixup, Watch(), swa])
+    watch = LambdaCallback(on_train_batch_start=lambda *_: mixed.append(mixup._is_active(run)))
+    run = trainer(max_epochs=1, callbacks=[mixup, watch, swa])
     module = build(Scheduled)
     run.fit(module, loader(80, 8), loader(8))
     mixed.clear()
@@ -230,10 +227,7 @@ def test_a_place_outlives_two_changes_and_is_saved_after_the_fit(tmp_path: Path)
         run.fit(second, ones(10), ckpt_path=tmp_path / "10.ckpt")
     assert second.optimizer.lrs == pytest.approx(linear_lrs(20, 5)[:6])
     run.save_checkpoint(tmp_path / "again.ckpt")
-    for settings, expected in (
-        ({"accumulate_grad_batches": 2}, linear_lrs(20, 11)),
-        ({}, linear_lrs(40, 22)),
-    ):
+    for settings, expected in (({"accumulate_grad_batches": 2}, linear_lrs(20, 11)), ({}, linear_lrs(40, 22))):
         third = Tiny(lt.linear)
         trainer(max_epochs=4, **settings).fit(third, ones(10), ckpt_path=tmp_path / "again.ckpt")
         assert third.optimizer.lrs == pytest.approx(expected)

@@ -20,7 +20,7 @@ from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.combined_loader import _SUPPORTED_MODES
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 
 from lightning_tricks.core.lightning.loaders import (
     loaders_untouched,
@@ -30,7 +30,7 @@ from lightning_tricks.core.lightning.loaders import (
     train_loader,
     training_steps,
 )
-from tests.nets import PlainNet, build, data, fit, loader, trainer
+from tests.nets import PlainNet, Stream, build, data, fit, loader, trainer
 
 MODES = ("min_size", "max_size", "max_size_cycle")  # and "sequential", which the fit loop refuses
 
@@ -106,11 +106,6 @@ def test_overfitting_counts_the_dataset_and_not_its_sampler() -> None:
     assert run.global_step == 3
 
 
-class Stream(IterableDataset[Any]):
-    def __iter__(self) -> Any:
-        return iter(data(16))
-
-
 class SizedStream(Stream):
     def __len__(self) -> int:
         return 16
@@ -121,7 +116,7 @@ class SizedStream(Stream):
 # Lightning's advice about a stream with a length
 @pytest.mark.filterwarnings("ignore:Your `IterableDataset` has `__len__` defined")
 def test_a_stream_is_not_counted_whatever_it_says(stream: type[Stream], together: bool) -> None:
-    batches = DataLoader(stream(), 4)
+    batches = DataLoader(stream(data(16)), 4)
     module = build(Counting)
     run = trainer(max_epochs=1, limit_val_batches=0)
     run.fit(module, CombinedLoader([batches, loader()], "min_size") if together else batches, loader(8))

@@ -13,17 +13,11 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, Timer
 from lightning.pytorch.utilities import CombinedLoader
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    IterableDataset,
-    SequentialSampler,
-    random_split,
-)
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, random_split
 
 from lightning_tricks.core.lightning.steps import EpochPlan
 from lightning_tricks.schedules import UnknownTotalSteps, flat_cos, optimizer_steps
-from tests.nets import Net, assert_equal, build, data, fit, loader, trainer, weights
+from tests.nets import Net, Stream, assert_equal, build, data, fit, loader, trainer, weights
 from tests.ranks import run_ranks
 from tests.schedules.recording import SaveEveryStep, Tiny, ones
 
@@ -62,10 +56,6 @@ def test_the_count_is_what_a_fit_takes(batches, accumulation):
                 ones(batches), max_epochs=epochs, limit_train_batches=limit, max_steps=max_steps,
                 accumulate_grad_batches=accumulation,
             )  # fmt: skip
-
-
-def test_a_ragged_window_is_a_step():
-    assert assert_counts(ones(7), max_epochs=2, accumulate_grad_batches=3).taken == 6
 
 
 def _counts_on_a_rank(grid: list[dict[str, Any]]) -> list[tuple[list[int], int]]:
@@ -127,16 +117,6 @@ def test_every_rank_refuses_when_their_lengths_differ():
     assert all("differs between ranks" in message for message in ranks[0])
 
 
-@pytest.mark.parametrize("scheduling", [{0: 4, 1: 1}, {1: 3, 2: 2}])
-def test_accumulation_that_changes_by_epoch_is_counted(scheduling):
-    assert_counts(ones(5), max_epochs=4, callbacks=[GradientAccumulationScheduler(scheduling)])
-
-
-def test_of_two_accumulation_schedules_the_last_counts():
-    schedules = [GradientAccumulationScheduler({0: factor}) for factor in (4, 2)]
-    assert assert_counts(ones(5), callbacks=schedules).taken == 6
-
-
 class LossPlan(EpochPlan):
     def step_of(self, trainer: L.Trainer, epoch: int) -> tuple[int, int]:
         return epoch + 1, 1
@@ -145,17 +125,32 @@ class LossPlan(EpochPlan):
         trainer.accumulate_grad_batches, _ = self.step_of(trainer, trainer.current_epoch)
 
 
-def test_a_callback_with_a_plan_is_asked_for_it():
-    assert assert_counts(ones(5), max_epochs=3, callbacks=[LossPlan()]).taken == 5 + 3 + 2
+BATCHES_OF_TWO = BatchSampler(SequentialSampler(range(7)), 2, drop_last=False)
 
 
-@pytest.mark.parametrize("batches", [2, 0.5])
-def test_overfit_batches_are_counted(batches):
-    assert_counts(ones(7), max_epochs=3, overfit_batches=batches)
-
-
-def test_fast_dev_run_is_counted():
-    assert assert_counts(ones(7), fast_dev_run=3).taken == 3
+@pytest.mark.parametrize(
+    ("train", "settings", "steps"),
+    [
+        (ones(7), {"accumulate_grad_batches": 3}, 2 * 3),  # a ragged window is a step
+        (ones(5), {"callbacks": [GradientAccumulationScheduler({0: 4, 1: 1})], "max_epochs": 4}, 2 + 5 + 5 + 5),
+        (ones(5), {"callbacks": [GradientAccumulationScheduler({1: 3, 2: 2})], "max_epochs": 4}, 5 + 2 + 3 + 3),
+        (ones(5), {"callbacks": [GradientAccumulationScheduler({0: n}) for n in (4, 2)]}, 2 * 3),  # the last counts
+        (ones(5), {"callbacks": [LossPlan()], "max_epochs": 3}, 5 + 3 + 2),
+        (ones(3), {"callbacks": [Timer()]}, 2 * 3),  # without a duration it does not end training
+        (ones(7), {"overfit_batches": 2, "max_epochs": 3}, 3 * 2),
+        (ones(7), {"overfit_batches": 0.5, "max_epochs": 3}, 3 * 3),
+        (ones(7), {"fast_dev_run": 3}, 3),
+        (ones(4), {"max_epochs": -1, "max_steps": 6}, 6),
+        (DataLoader(Stream(torch.ones(4, 1))), {"max_epochs": -1, "max_steps": 6}, 6),
+        ([ones(4), ones(7)], {}, 2 * 7),
+        (SizedStream(5), {}, 2 * 5),  # a length of its own, and no dataset
+        (ones(7, batch_size=3, drop_last=True), {}, 2 * 2),
+        (ones(7, batch_size=3), {}, 2 * 3),
+        (ones(7, batch_sampler=BATCHES_OF_TWO), {}, 2 * 4),
+    ],
+)
+def test_the_count_is_known_in_advance(train, settings, steps):
+    assert assert_counts(train, **settings).taken == steps
 
 
 @pytest.mark.parametrize("limit", [1.0, 0.5, 3])
@@ -165,26 +160,9 @@ def test_a_combined_loader_is_counted(mode, limit):
     assert_counts(combined, limit_train_batches=limit, accumulate_grad_batches=2)
 
 
-def test_a_list_of_loaders_is_counted():
-    assert assert_counts([ones(4), ones(7)]).taken == 14
-
-
 def test_counting_leaves_it_to_lightning_to_refuse_a_sequential_loader():
     with pytest.raises(ValueError, match="does not support"):
         assert_counts(CombinedLoader([ones(4), ones(7)], "sequential"))
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"batch_size": 3, "drop_last": True},
-        {"batch_size": 3},
-        {"batch_sampler": BatchSampler(SequentialSampler(range(7)), 2, drop_last=False)},
-    ],
-    ids=["drop_last", "partial batch", "batch_sampler"],
-)
-def test_the_batches_of_a_loader_are_counted(settings):
-    assert_counts(ones(7, **settings))
 
 
 class Data(L.LightningDataModule):
@@ -210,10 +188,6 @@ def test_loaders_of_the_module_are_counted():
     assert assert_counts(module=BringsData()).taken == 10
 
 
-def test_a_loader_with_its_own_length_and_no_dataset_is_counted():
-    assert_counts(SizedStream(5))
-
-
 def test_a_second_fit_counts_its_own_loader():
     run, first, second = trainer(max_epochs=1), Counted(), Counted()
     run.fit(first, ones(3))
@@ -232,37 +206,22 @@ def test_a_resumed_fit_counts_the_whole_and_not_the_rest(tmp_path, saved_at):
     assert (resumed.totals, resumed.taken) == ([12, 12], 12 - saved_at)
 
 
-def test_max_steps_alone_is_the_count():
-    assert assert_counts(ones(4), max_epochs=-1, max_steps=6).taken == 6
-
-
-def test_max_steps_alone_counts_for_a_stream_too():
-    assert assert_counts(DataLoader(Stream()), max_epochs=-1, max_steps=6).taken == 6
-
-
-class Stream(IterableDataset):
-    def __iter__(self) -> Any:
-        return iter(torch.ones(4, 1))
-
-
 class SizedIterable(Stream):
     def __len__(self) -> int:
         return 4
 
 
 class Manual(Counted):
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
+    automatic_optimization = False
 
 
 @pytest.mark.parametrize(
     ("reason", "train", "settings"),
     [
-        ("no length", DataLoader(Stream()), {}),
-        ("no length", DataLoader(Stream()), {"max_steps": 3}),
-        ("no length", DataLoader(SizedIterable()), {}),
-        ("no length", [ones(3), DataLoader(Stream())], {}),
+        ("no length", DataLoader(Stream(torch.ones(4, 1))), {}),
+        ("no length", DataLoader(Stream(torch.ones(4, 1))), {"max_steps": 3}),
+        ("no length", DataLoader(SizedIterable(torch.ones(4, 1))), {}),
+        ("no length", [ones(3), DataLoader(Stream(torch.ones(4, 1)))], {}),
         ("no length", SizedStream(None), {}),
         ("run forever", ones(3), {"max_epochs": -1}),
         ("max_time", ones(3), {"max_time": timedelta(hours=1)}),
@@ -284,10 +243,7 @@ def test_where_the_number_of_steps_can_end_training_the_message_says_so(train):
     with pytest.raises(UnknownTotalSteps) as error:
         trainer(**settings).fit(Counted(), train)
     assert str(error.value).endswith("or end training by Trainer(max_steps=...) in place of max_epochs.")
-    counted = Counted()
-    trainer(**settings, max_epochs=-1, max_steps=5).fit(counted, train)
-    assert counted.totals == [5, 5]
-    assert counted.taken == 5
+    assert assert_counts(train, **settings, max_epochs=-1, max_steps=5).taken == 5
 
 
 def test_manual_optimization_has_no_count():
@@ -298,10 +254,6 @@ def test_manual_optimization_has_no_count():
 def test_a_trainer_that_has_not_started_has_no_count():
     with pytest.raises(UnknownTotalSteps, match=r"no module and data yet.*; pass total_steps="):
         optimizer_steps(trainer())
-
-
-def test_a_timer_without_a_duration_does_not_end_training():
-    assert_counts(ones(3), callbacks=[Timer()])
 
 
 # What counting must not touch

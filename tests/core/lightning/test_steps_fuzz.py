@@ -459,10 +459,15 @@ def test_the_count_is_what_two_ranks_take_with_many_more_settings(tmp_path):
 # -- where Lightning's own estimate is wrong, or no count can be right -------------------------------------------------
 
 
+def four(kind: str) -> Source:
+    """Four batches an epoch."""
+    return Source(kind, samples=4, batch_size=1, drop_last=False, shuffle=False)
+
+
 def run_of(source: Source | None = None, **changes: Any) -> Run:
     """Four batches an epoch, two epochs."""
     plain = Run(
-        sources=(source or Source("map", samples=4, batch_size=1, drop_last=False, shuffle=False),),
+        sources=(source or four("map"),),
         nesting="one",
         mode=None,
         accumulation=1,
@@ -481,29 +486,24 @@ def outcome_of(run: Run, **more: Any) -> Outcome:
     return outcome
 
 
-@pytest.mark.parametrize("kind", ["too long", "too short"])
-def test_a_stream_that_lies_about_its_length_is_refused(kind):
-    answers = outcome_of(run_of(Source(kind, 4, 1, False, False))).answers
-    assert all("no length that can be relied on" in str(answer) for answer in answers)
-
-
-def test_a_stream_shorter_than_the_limit_is_refused():
-    run = run_of(Source("stream", 4, 1, False, False), trainer={"max_epochs": 2, "limit_train_batches": 30})
+@pytest.mark.parametrize(
+    ("reason", "steps", "run"),
+    [
+        ("no length that", 8, run_of(four("too long"))),
+        ("no length that", 4, run_of(four("too short"))),
+        ("no length that", 8, run_of(four("stream"), trainer={"max_epochs": 2, "limit_train_batches": 30})),
+        # it grows when it is reloaded: 4 + 5 + 6 batches
+        ("reloaded", 15, run_of(trainer={"max_epochs": 3, "reload_dataloaders_every_n_epochs": 1}, from_hook=True)),
+        ("max_time", 3, run_of(trainer={"max_steps": 3}, max_time=True)),
+        ("limit_train_batches=0", 0, run_of(trainer={"max_epochs": -1, "max_steps": 5, "limit_train_batches": 0})),
+    ],
+    ids=["too long", "too short", "shorter than the limit", "grows", "max_time", "no batches"],
+)
+def test_what_cannot_be_counted_is_refused_with_the_reason(reason, steps, run):
     outcome = outcome_of(run)
-    assert outcome.steps == 8
-    assert "no length that can be relied on" in str(outcome.answers[0])
-
-
-def test_a_loader_that_grows_when_reloaded_is_refused():
-    trainer = {"max_epochs": 3, "reload_dataloaders_every_n_epochs": 1}
-    outcome = outcome_of(run_of(trainer=trainer, from_hook=True))
-    assert outcome.steps == 4 + 5 + 6
-    assert "reloaded" in str(outcome.answers[0])
-
-
-def test_max_time_alone_is_refused():
-    outcome = outcome_of(run_of(trainer={"max_steps": 3}, max_time=True))
-    assert "max_time" in str(outcome.answers[0])
+    assert outcome.steps == steps
+    assert outcome.answers
+    assert all(reason in str(answer) for answer in outcome.answers)
 
 
 def test_max_steps_that_manual_optimization_overshoots_are_refused():
@@ -558,17 +558,11 @@ def test_an_epoch_that_a_hook_ends_is_not_foreseen():
 @pytest.mark.parametrize("empty", [0, 1])
 @pytest.mark.parametrize(("mode", "steps"), [("max_size_cycle", 0), ("min_size", 0), ("max_size", 8)])
 def test_an_empty_loader_cannot_be_cycled(mode, steps, empty):
-    both = [Source("map", 4, 1, False, False)]
+    both = [four("map")]
     both.insert(empty, Source("map", 1, 2, drop_last=True, shuffle=False))
     run = run_of(sources=tuple(both), nesting="list", mode=mode)
     assert outcome_of(run).steps == steps
     check(run, take(run, Path()))
-
-
-def test_no_batches_are_no_steps_whatever_max_steps_is():
-    outcome = outcome_of(run_of(trainer={"max_epochs": -1, "max_steps": 5, "limit_train_batches": 0}))
-    assert outcome.steps == 0
-    assert "limit_train_batches=0" in str(outcome.answers[0])
 
 
 # -- where Lightning resumes elsewhere than it stopped: the count is that of the plan, as before the resume ------------

@@ -6,13 +6,13 @@ A test named ``test_lightning_...`` that fails says that Lightning has moved wha
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
 from lightning.fabric.connector import _convert_precision_to_unified_args
-from lightning.pytorch.callbacks import Callback, EarlyStopping, LambdaCallback, Timer
+from lightning.pytorch.callbacks import Callback, EarlyStopping, LambdaCallback, ModelCheckpoint, Timer
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
@@ -44,8 +44,6 @@ from tests.device.devices import CUDA, TRAINED_ON, device, require_devices
 from tests.device.nccl import rank_device
 from tests.nets import Net, PlainNet, build, fit, loader, trainer
 from tests.ranks import run_ranks
-
-MODES = ("min_size", "max_size", "max_size_cycle")  # and "sequential", which the fit loop refuses
 
 
 class Heard(SingleDeviceStrategy):
@@ -166,33 +164,18 @@ def test_sharded_weights_are_refused_with_the_trick_and_the_strategy() -> None:
 # -- states, callbacks, methods ---------------------------------------------------------------------------------------
 
 
-class Stage(Callback):
-    """Notes at each hook whether the Trainer fits."""
-
-    def __init__(self) -> None:
-        self.seen: dict[str, set[bool]] = {}
-
-    def _note(self, trainer: L.Trainer, hook: str) -> None:
-        self.seen.setdefault(hook, set()).add(is_fitting(trainer))
-
-    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        self._note(trainer, "setup")
-
-    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._note(trainer, "on_validation_start")
-
-    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        self._note(trainer, "teardown")
-
-
 @pytest.mark.parametrize("run", ["fit", "validate"])
 def test_fitting_includes_its_validation_and_nothing_else(run: str) -> None:
-    stage, module = Stage(), build()
+    def noting(hook: str) -> Callable[..., None]:
+        return lambda trainer, *_, **__: seen.append((hook, is_fitting(trainer)))
+
+    seen, module, hooks = [], build(), ("setup", "on_validation_start", "teardown")
+    stage = LambdaCallback(**{hook: noting(hook) for hook in hooks})
     if run == "fit":
         fit(module, max_epochs=1, num_sanity_val_steps=1, callbacks=[stage])
     else:
         trainer(callbacks=[stage]).validate(module, loader(), verbose=False)
-    assert stage.seen == {hook: {run == "fit"} for hook in ("setup", "on_validation_start", "teardown")}
+    assert set(seen) == {(hook, run == "fit") for hook in hooks}
 
 
 def test_callbacks_are_found_by_kind_in_their_order() -> None:
@@ -200,7 +183,7 @@ def test_callbacks_are_found_by_kind_in_their_order() -> None:
     run = trainer(callbacks=[first, timer, second])
     assert callbacks_of(run, EarlyStopping) == [first, second]
     assert callbacks_of(run, Timer) == [timer]
-    assert callbacks_of(run, Stage) == []
+    assert callbacks_of(run, ModelCheckpoint) == []
 
 
 class Moves(PlainNet):
@@ -251,14 +234,12 @@ def test_lightning_has_a_validation_loop_that_can_be_run_once_more() -> None:
     assert {"total", "current"} <= loop.batch_progress.state_dict().keys()
 
 
-class Logs(Callback):
-    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+def test_lightning_says_when_to_log_and_at_which_step(tmp_path: Any) -> None:
+    def log(trainer: Any, *_: Any) -> None:
         log_every_n_steps(trainer, lambda: {"tricks/step": float(trainer.global_step)})
 
-
-def test_lightning_says_when_to_log_and_at_which_step(tmp_path: Any) -> None:
-    logger = CSVLogger(tmp_path)
-    run = fit(build(PlainNet), callbacks=[Logs()], logger=logger, log_every_n_steps=4)
+    logs = LambdaCallback(on_train_batch_end=log)
+    run = fit(build(PlainNet), callbacks=[logs], logger=CSVLogger(tmp_path), log_every_n_steps=4)
     assert run.callback_metrics["tricks/step"] == 12
     rows = (tmp_path / "lightning_logs/version_0/metrics.csv").read_text().splitlines()
     names = rows[0].split(",")

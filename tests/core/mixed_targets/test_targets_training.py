@@ -190,9 +190,7 @@ def test_metrics_and_what_is_logged_may_be_made_of_the_target(callback):
 class RawBackward(PlainNet):
     """Optimizes manually, without manual_backward, and never uses the target of the batch."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
+    automatic_optimization = False
 
     def training_step(self, batch, batch_idx):
         optimizer = self.optimizers()

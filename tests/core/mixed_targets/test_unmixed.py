@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -158,74 +158,69 @@ def bce(z: Tensor, batch: Any) -> Tensor:
     return -(y * p.log() + (1 - y) * (1 - p).log()).mean()
 
 
-SECOND: dict[str, tuple[Callable[[Tensor, Any], Tensor], str]] = {
-    "cross_entropy": (lambda z, b: CE(z, b["second"]), "second"),
-    "module": (lambda z, b: nn.CrossEntropyLoss()(z, b["second"].view(-1)), "second"),
-    "nll": (lambda z, b: F.nll_loss(z.log_softmax(1), b["second"].long()), "second"),
-    "regression": (lambda z, b: (z[:, 0] - b["second"]).square().mean(), "second"),
-    "mse": (lambda z, b: F.mse_loss(z[:, 0], b["second"].float()), "second"),
-    "gather": (lambda z, b: -z.log_softmax(1).gather(1, b["second"][:, None]).mean(), "second"),
-    "gather of keywords alone": (
-        lambda z, b: -torch.gather(dim=1, index=b["second"][:, None], input=z.log_softmax(1)).mean(),
-        "second",
-    ),
-    "gather of a keyword": (
-        lambda z, b: -z.log_softmax(1).gather(dim=1, index=b["second"].unsqueeze(1)).mean(),
-        "second",
-    ),
-    "take_along_dim": (lambda z, b: -torch.take_along_dim(z.log_softmax(1), b["second"][:, None], 1).mean(), "second"),
-    "index": (lambda z, b: -z.log_softmax(1)[range(B), b["second"]].mean(), "second"),
-    "index of arange": (lambda z, b: -z.log_softmax(1)[torch.arange(B), b["second"]].sum() / B, "second"),
-    "flat index": (lambda z, b: -z.log_softmax(1).flatten()[torch.arange(B) * C + b["second"]].mean(), "second"),
-    "index of the transpose": (lambda z, b: -z.log_softmax(1).T[b["second"], torch.arange(B)].mean(), "second"),
-    "diagonal": (lambda z, b: -z.log_softmax(1)[:, b["second"]].diagonal().mean(), "second"),
-    "index_select": (lambda z, b: -z.log_softmax(1).index_select(dim=1, index=b["second"]).diag().mean(), "second"),
-    "take": (lambda z, b: -z.log_softmax(1).take(torch.arange(B) * C + b["second"]).mean(), "second"),
-    "one_hot": (lambda z, b: -(F.one_hot(b["second"], C) * z.log_softmax(1)).sum(1).mean(), "second"),
-    "one_hot by einsum": (
-        lambda z, b: -torch.einsum("bc,bc->b", z.log_softmax(1), F.one_hot(b["second"], C).float()).mean(),
-        "second",
-    ),
-    "one_hot by a mask": (lambda z, b: -z.log_softmax(1)[F.one_hot(b["second"], C).bool()].mean(), "second"),
-    "masked_select": (lambda z, b: -z.log_softmax(1).masked_select(F.one_hot(b["second"], C) > 0).mean(), "second"),
-    "where": (lambda z, b: -torch.where(F.one_hot(b["second"], C) > 0, z.log_softmax(1), 0.0).sum(1).mean(), "second"),
-    "comparison": (
-        lambda z, b: -((torch.arange(C) == b["second"][:, None]) * z.log_softmax(1)).sum(1).mean(),
-        "second",
-    ),
-    "row of the identity": (lambda z, b: -(torch.eye(C)[b["second"]] * z.log_softmax(1)).sum(1).mean(), "second"),
-    "embedding of the identity": (
-        lambda z, b: -(F.embedding(b["second"], torch.eye(C)) * z.log_softmax(1)).sum(1).mean(),
-        "second",
-    ),
-    "scatter": (scattered, "second"),
-    "prototypes": (prototypes, "second"),
-    "adaptive, of two classes": (adaptive_of_two, "sign"),
-    "set by index": (set_by_index, "second"),
-    "focal": (focal, "second"),
-    "focal by losses": (focal_by_losses, "second"),
-    "hinge": (lambda z, b: (1 - b["sign"] * z[:, 0]).clamp(min=0).mean(), "sign"),
-    "logistic": (lambda z, b: F.softplus(-b["sign"] * z[:, 0]).mean(), "sign"),
-    "bce": (bce, "sign"),
-    "which of two": (lambda z, b: -torch.where(b["sign"] > 0, z[:, 0], -z[:, 0]).mean(), "sign"),
-    "margin": (lambda z, b: F.multi_margin_loss(z, b["second"]), "second"),
-    "ctc": (ctc, "tokens"),
-    "summed in place": (summed_in_place, "second"),
-    "one by one": (one_by_one, "second"),
-    "index one by one": (index_one_by_one, "second"),
-    "by class": (by_class, "sign"),
-    "ranking": (ranking, "lengths"),
-    "adaptive": (adaptive, "second"),
-    "hardest": (lambda z, b: -z.log_softmax(1).gather(1, b["second"][:, None]).topk(3, 0)[0].mean(), "second"),
-    "contrast": (supervised_contrast, "second"),
-    "picked, compared with ones": (
-        lambda z, b: F.binary_cross_entropy(z.softmax(1).gather(1, b["second"][:, None]), torch.ones(B, 1)),
-        "second",
-    ),
-    "tags": (
-        lambda z, b: -z[:, None].expand(B, T, C).log_softmax(2).gather(2, b["tags"][..., None]).mean(),
-        "tags",
-    ),
+def picked(z: Tensor, batch: Any) -> Tensor:
+    """The probabilities of the labels, compared with ones."""
+    return F.binary_cross_entropy(z.softmax(1).gather(1, batch["second"][:, None]), torch.ones(B, 1))
+
+
+def logp(z: Tensor) -> Tensor:
+    return z.log_softmax(1)
+
+
+SECOND: dict[str, Callable[[Tensor, Any], Tensor]] = {
+    "cross_entropy": lambda z, b: CE(z, b["second"]),
+    "module": lambda z, b: nn.CrossEntropyLoss()(z, b["second"].view(-1)),
+    "nll": lambda z, b: F.nll_loss(logp(z), b["second"].long()),
+    "regression": lambda z, b: (z[:, 0] - b["second"]).square().mean(),
+    "mse": lambda z, b: F.mse_loss(z[:, 0], b["second"].float()),
+    "gather": lambda z, b: -logp(z).gather(1, b["second"][:, None]).mean(),
+    "gather of keywords alone": lambda z, b: -torch.gather(dim=1, index=b["second"][:, None], input=logp(z)).mean(),
+    "gather of a keyword": lambda z, b: -logp(z).gather(dim=1, index=b["second"].unsqueeze(1)).mean(),
+    "take_along_dim": lambda z, b: -torch.take_along_dim(logp(z), b["second"][:, None], 1).mean(),
+    "index": lambda z, b: -logp(z)[range(B), b["second"]].mean(),
+    "index of arange": lambda z, b: -logp(z)[torch.arange(B), b["second"]].sum() / B,
+    "flat index": lambda z, b: -logp(z).flatten()[torch.arange(B) * C + b["second"]].mean(),
+    "index of the transpose": lambda z, b: -logp(z).T[b["second"], torch.arange(B)].mean(),
+    "diagonal": lambda z, b: -logp(z)[:, b["second"]].diagonal().mean(),
+    "index_select": lambda z, b: -logp(z).index_select(dim=1, index=b["second"]).diag().mean(),
+    "take": lambda z, b: -logp(z).take(torch.arange(B) * C + b["second"]).mean(),
+    "one_hot": lambda z, b: -(F.one_hot(b["second"], C) * logp(z)).sum(1).mean(),
+    "one_hot by einsum": lambda z, b: -torch.einsum("bc,bc->b", logp(z), F.one_hot(b["second"], C).float()).mean(),
+    "one_hot by a mask": lambda z, b: -logp(z)[F.one_hot(b["second"], C).bool()].mean(),
+    "masked_select": lambda z, b: -logp(z).masked_select(F.one_hot(b["second"], C) > 0).mean(),
+    "where": lambda z, b: -torch.where(F.one_hot(b["second"], C) > 0, logp(z), 0.0).sum(1).mean(),
+    "comparison": lambda z, b: -((torch.arange(C) == b["second"][:, None]) * logp(z)).sum(1).mean(),
+    "row of the identity": lambda z, b: -(torch.eye(C)[b["second"]] * logp(z)).sum(1).mean(),
+    "embedding of the identity": lambda z, b: -(F.embedding(b["second"], torch.eye(C)) * logp(z)).sum(1).mean(),
+    "scatter": scattered,
+    "prototypes": prototypes,
+    "adaptive, of two classes": adaptive_of_two,
+    "set by index": set_by_index,
+    "focal": focal,
+    "focal by losses": focal_by_losses,
+    "hinge": lambda z, b: (1 - b["sign"] * z[:, 0]).clamp(min=0).mean(),
+    "logistic": lambda z, b: F.softplus(-b["sign"] * z[:, 0]).mean(),
+    "bce": bce,
+    "which of two": lambda z, b: -torch.where(b["sign"] > 0, z[:, 0], -z[:, 0]).mean(),
+    "margin": lambda z, b: F.multi_margin_loss(z, b["second"]),
+    "ctc": ctc,
+    "summed in place": summed_in_place,
+    "one by one": one_by_one,
+    "index one by one": index_one_by_one,
+    "by class": by_class,
+    "ranking": ranking,
+    "adaptive": adaptive,
+    "hardest": lambda z, b: -logp(z).gather(1, b["second"][:, None]).topk(3, 0)[0].mean(),
+    "contrast": supervised_contrast,
+    "picked, compared with ones": picked,
+    "tags": lambda z, b: -z[:, None].expand(B, T, C).log_softmax(2).gather(2, b["tags"][..., None]).mean(),
+}
+# The part of the batch with the second label of a loss, where it is not "second".
+PARTS = {
+    **dict.fromkeys(("adaptive, of two classes", "hinge", "logistic", "bce", "which of two", "by class"), "sign"),
+    "ctc": "tokens",
+    "ranking": "lengths",
+    "tags": "tags",
 }
 TRICKS: dict[str, Callable[..., Any]] = {
     "Mixup": lambda **named: lt.Mixup(1.0, inputs="image", **named),
@@ -236,21 +231,23 @@ TRICKS: dict[str, Callable[..., Any]] = {
 }
 
 
-def trained(trick: Any, step: Any, **changes: Any) -> Any:
-    module = build(Two, step=step)
-    module.mixes_text = type(trick) is lt.HiddenMixup
-    for name, value in changes.items():
-        setattr(module, name, value)
-    given = [trick] if trick else []
-    fit(module, train=feed(*[dict(each) for each in BATCHES]), callbacks=given, max_epochs=1, limit_val_batches=0)
-    return module
+def by_hand(module: Any, step: Any, batches: Any, drawn: Any, x: str, targets: Sequence[str]) -> dict[str, Tensor]:
+    """The weights of a plain loop: inputs are mixed, and the loss is that of the own targets and of the others."""
+    optimizer = module.configure_optimizers()
+    for given, (lam, index) in zip(batches, drawn, strict=True):
+        mixed = {**given, x: naive_mixup(given[x], lam, index)}
+        other = {**mixed, **{name: given[name][index] for name in targets}}
+        optimizer.zero_grad()
+        (lam * step(module, mixed) + (1 - lam) * step(module, other)).backward()
+        optimizer.step()
+    return weights(module)
 
 
 @pytest.mark.few(40)
 @pytest.mark.parametrize("trick", TRICKS)
 @pytest.mark.parametrize("name", SECOND)
 def test_a_second_label_that_is_not_named_is_refused_by_its_path(name: str, trick: str) -> None:
-    loss, part = SECOND[name]
+    loss, part = SECOND[name], PARTS.get(name, "second")
     module = build(Two, step=second(loss))
     before = weights(module)
     module.mixes_text = trick == "HiddenMixup"
@@ -261,18 +258,14 @@ def test_a_second_label_that_is_not_named_is_refused_by_its_path(name: str, tric
     assert_equal(weights(module), before)
 
 
-NAMED = [
-    name
-    for name in SECOND
-    if name not in ("ctc", "hardest", "contrast", "by class", "ranking", "adaptive", "index one by one")
-]
+UNMIXABLE = ("ctc", "hardest", "contrast", "by class", "ranking", "adaptive", "index one by one")
 
 
 @pytest.mark.few(15)
 @pytest.mark.parametrize("trick", ["Mixup", "HiddenMixup"])
-@pytest.mark.parametrize("name", NAMED)
+@pytest.mark.parametrize("name", [name for name in SECOND if name not in UNMIXABLE])
 def test_a_second_label_that_is_named_is_mixed(name: str, trick: str) -> None:
-    loss, part = SECOND[name]
+    loss, part = SECOND[name], PARTS.get(name, "second")
     made, hand = TRICKS[trick](target=["y", part]), build(Two, step=second(loss))
     hand.mixes_text, watch = trick == "HiddenMixup", Watch(made)
     module = build(Two, step=second(loss))
@@ -456,19 +449,8 @@ def poisson(module: Two, b: Any) -> Tensor:
 
 
 STEPS = [last_by_index, last_by_gather, score_of_the_last_step, packed, mean_of_words, mean_of_outputs]
-STEPS += [
-    penalty_on_words,
-    attention,
-    categories,
-    heads_by_category,
-    graph,
-    logged,
-    converted,
-    poisson,
-    gradients,
-    in_another_order,
-    first_of_the_batch,
-]
+STEPS += [penalty_on_words, attention, categories, heads_by_category, graph, logged, converted, poisson]
+STEPS += [gradients, in_another_order, first_of_the_batch]
 INPUTS: dict[str, Any] = {step.__name__: step for step in STEPS}
 
 
@@ -479,21 +461,13 @@ def test_integers_that_the_network_sees_stay_those_of_the_sample(name: str) -> N
     module, hand = build(Two, step=step), build(Two, step=step)
     module.memory, hand.memory = torch.zeros(B), torch.zeros(B)
     fit(module, train=feed(*BATCHES), callbacks=[mixup, watch], max_epochs=1, limit_val_batches=0)
-    optimizer, hand.log = hand.configure_optimizers(), lambda *_: None
-    for given, (lam, index) in zip(BATCHES, watch.drawn, strict=True):
-        mixed = {**given, "image": naive_mixup(given["image"], lam, index)}
-        optimizer.zero_grad()
-        (lam * step(hand, mixed) + (1 - lam) * step(hand, {**mixed, "y": given["y"][index]})).backward()
-        optimizer.step()
-    assert_close(weights(module), weights(hand), 1e-5)
+    hand.log = lambda *_: None
+    assert_close(weights(module), by_hand(hand, step, BATCHES, watch.drawn, "image", ["y"]), 1e-5)
     assert type(module.memory) is Tensor
 
 
-CALL_THE_LAYER = [
-    name
-    for name in INPUTS
-    if "hidden(" in inspect.getsource(INPUTS[name]) or "body(" in inspect.getsource(INPUTS[name])
-]
+SOURCES = {name: inspect.getsource(step) for name, step in INPUTS.items()}
+CALL_THE_LAYER = [name for name, source in SOURCES.items() if "hidden(" in source or "body(" in source]
 
 
 @pytest.mark.few(15)
@@ -511,9 +485,7 @@ def test_no_trick_refuses_what_the_network_sees(trick: str, name: str) -> None:
 class ByHand(Two):
     """Steps by hand: the two losses have a backward pass each."""
 
-    def __init__(self, step: Any = None) -> None:
-        super().__init__(step)
-        self.automatic_optimization = False
+    automatic_optimization = False
 
     def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
         optimizer = self.optimizers()
@@ -527,7 +499,7 @@ class ByHand(Two):
 @pytest.mark.parametrize("trick", ["Mixup", "Mixup per sample", "HiddenMixup"])
 @pytest.mark.parametrize("name", ["cross_entropy", "gather", "focal", "one_hot", "ctc"])
 def test_a_second_label_by_hand_is_refused_before_the_step(name: str, trick: str) -> None:
-    loss, part = SECOND[name]
+    loss, part = SECOND[name], PARTS.get(name, "second")
     module = build(ByHand, step=loss)
     module.mixes_text, before = trick == "HiddenMixup", weights(module)
     path = part if part != "tokens" else "token(s|_lengths)"
@@ -587,14 +559,8 @@ def test_a_part_of_the_loss_that_is_named_goes_with_its_sample(step: Any) -> Non
     mixup = lt.Mixup(1.0, target=["y", "weight"])
     watch = Watch(mixup)
     fit(module, train=with_extra(weight=WEIGHT), callbacks=[mixup, watch], limit_val_batches=0, max_epochs=1)
-    optimizer = hand.configure_optimizers()
-    for batch, (lam, index) in zip(with_extra(weight=WEIGHT), watch.drawn, strict=True):
-        batch["x"] = naive_mixup(batch["x"], lam, index)
-        other = {"x": batch["x"], "y": batch["y"][index], "weight": batch["weight"][index]}
-        optimizer.zero_grad()
-        (lam * step(hand, batch) + (1 - lam) * step(hand, other)).backward()
-        optimizer.step()
-    assert_close(weights(module), weights(hand))
+    found = by_hand(hand, step, with_extra(weight=WEIGHT), watch.drawn, "x", ["y", "weight"])
+    assert_close(weights(module), found)
 
 
 def test_a_weight_in_a_tuple_is_refused_with_its_index() -> None:
@@ -679,14 +645,7 @@ def test_an_attention_mask_stays_that_of_its_sample_in_any_numbers(kind: torch.d
     module, hand, mixup = build(stepping(attending)), build(stepping(attending)), lt.Mixup(1.0)
     watch = Watch(mixup)
     fit(module, train=train, callbacks=[mixup, watch], limit_val_batches=0, max_epochs=1)
-    optimizer = hand.configure_optimizers()
-    for batch, (lam, index) in zip(train, watch.drawn, strict=True):
-        mixed = {**batch, "x": naive_mixup(batch["x"], lam, index)}
-        optimizer.zero_grad()
-        other = {**mixed, "y": batch["y"][index]}
-        (lam * attending(hand, mixed) + (1 - lam) * attending(hand, other)).backward()
-        optimizer.step()
-    assert_close(weights(module), weights(hand))
+    assert_close(weights(module), by_hand(hand, attending, train, watch.drawn, "x", ["y"]))
 
 
 def test_a_weight_that_hidden_mixup_does_not_mix_is_refused() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, LambdaCallback
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor
 
@@ -53,14 +53,6 @@ class Steps(PlainNet):
         return loss
 
 
-class Losses(Callback):
-    def __init__(self) -> None:
-        self.losses: list[float] = []
-
-    def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
-        self.losses.append(true_loss(trainer, loss).item())
-
-
 def fp16() -> dict[str, Any]:
     return {"plugins": [MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", init_scale=64.0))]}
 
@@ -69,10 +61,12 @@ def fp16() -> dict[str, Any]:
     "settings", [dict, lambda: {"accumulate_grad_batches": 3}, fp16], ids=["fp32", "window", "fp16"]
 )
 def test_the_loss_is_what_the_step_returned(settings: Any) -> None:
-    module, callback = build(Steps), Losses()
+    module, losses = build(Steps), []
     module.returned = []
-    fit(module, callbacks=[callback], **settings())
-    assert callback.losses == pytest.approx(module.returned)
+    note = LambdaCallback(on_before_backward=lambda run, _, loss: losses.append(true_loss(run, loss).item()))
+    fit(module, callbacks=[note], **settings())
+    assert losses == pytest.approx(module.returned)
+    assert losses
 
 
 class Asks(Callback):

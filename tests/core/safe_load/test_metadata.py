@@ -74,6 +74,12 @@ def test_a_crafted_pickle_is_refused_and_changes_nothing(file: Path, crafted: st
     assert state_of(ALLOWED_NAMES) == before
 
 
+def refused(folder: Path, content: bytes) -> None:
+    (folder / ".metadata").write_bytes(content)
+    with pytest.raises(ValueError, match=r"\.metadata is damaged"):
+        read_metadata(folder / ".metadata")
+
+
 NAME = "state_dict.w"
 
 
@@ -97,9 +103,7 @@ def test_a_value_of_another_kind_is_refused(file: Path, kind: str, attribute: st
     index, place = next((index, place) for index, place in metadata.storage_data.items() if index.fqn == NAME)
     kinds = {"metadata": metadata, "entry": entry, "properties": entry.properties, "chunk": entry.chunks[0]}
     object.__setattr__({**kinds, "index": index, "place": place}[kind], attribute, value)
-    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
-    with pytest.raises(ValueError, match=r"\.metadata is damaged"):
-        read_metadata(tmp_path / ".metadata")
+    refused(tmp_path, pickle.dumps(metadata))
 
 
 @pytest.mark.parametrize(
@@ -117,26 +121,20 @@ def test_a_wrong_path_is_refused(file: Path, name: str, path: Any, tmp_path: Pat
         metadata.state_dict_metadata[name] = metadata.state_dict_metadata[NAME]
     if path is not None:
         metadata.planner_data[name] = path
-    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
-    with pytest.raises(ValueError, match=r"\.metadata is damaged"):
-        read_metadata(tmp_path / ".metadata")
+    refused(tmp_path, pickle.dumps(metadata))
 
 
 def test_two_values_in_one_place_are_refused(file: Path, tmp_path: Path) -> None:
     metadata = pickle.loads(file.read_bytes())
     first, second = list(metadata.storage_data)[:2]
     metadata.storage_data[second] = metadata.storage_data[first]
-    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
-    with pytest.raises(ValueError, match=r"\.metadata is damaged"):
-        read_metadata(tmp_path / ".metadata")
+    refused(tmp_path, pickle.dumps(metadata))
 
 
 def test_a_part_of_a_file_is_refused(file: Path, tmp_path: Path) -> None:
     content = file.read_bytes()
     for length in range(0, len(content), 7):
-        (tmp_path / ".metadata").write_bytes(content[:length])
-        with pytest.raises(ValueError, match=r"\.metadata is damaged"):
-            read_metadata(tmp_path / ".metadata")
+        refused(tmp_path, content[:length])
 
 
 def greedy(content: bytes) -> bool:

@@ -18,7 +18,8 @@ from lightning_tricks.core.trick import Trick
 from lightning_tricks.core.weights.by_engine import local_gradients
 from lightning_tricks.core.weights.fsdp2 import FSDP2
 from lightning_tricks.core.weights.local import LocalWeights
-from tests.nets import NormNet, PlainNet, assert_equal, build, fit, loader, trainer, weights
+from tests.batches import refused
+from tests.nets import NormNet, PlainNet, build, fit, loader, trainer, weights
 
 
 @pytest.mark.parametrize(
@@ -60,11 +61,8 @@ def test_an_optimizer_that_unscales_by_itself_is_refused(trick: Any) -> None:
 class Adapts(PlainNet):
     """Adapts itself to a test set, by steps of its own optimizer."""
 
+    automatic_optimization = False
     bad = False
-
-    def __init__(self, lr: float = 0.1) -> None:
-        super().__init__(lr)
-        self.automatic_optimization = False
 
     def descend(self, batch: Any) -> None:
         with torch.inference_mode(False), torch.enable_grad():
@@ -115,8 +113,4 @@ class Sparse(PlainNet):
 
 @pytest.mark.parametrize("trick", [lt.AdaptiveClip, lt.AutoClip])
 def test_sparse_gradients_are_refused_by_name(trick: Any) -> None:
-    module = build(Sparse)
-    before = weights(module)
-    with pytest.raises(MisconfigurationException, match=rf"{trick.__name__} .*sparse.*embedding\.weight.*sparse=False"):
-        fit(module, callbacks=[trick()])
-    assert_equal(weights(module), before)
+    refused(Sparse, rf"{trick.__name__} .*sparse.*embedding\.weight.*sparse=False", [trick()])

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
@@ -38,15 +39,14 @@ class Masters(Callback):
                 assert parts[name].data_ptr() == held.local(parameter).data_ptr()
 
 
+def zero_fit(module: Any, stage: int, *callbacks: Callback, **settings: Any) -> L.Trainer:
+    """A fit of this rank's batches under DeepSpeed."""
+    distributed = {"strategy": cpu_deepspeed(stage), "devices": 2, "use_distributed_sampler": False}
+    return fit(module, train=rank_loader(), callbacks=[*callbacks], **distributed, **settings)
+
+
 def masters(stage: int) -> None:
-    fit(
-        build(PlainNet),
-        train=rank_loader(),
-        strategy=cpu_deepspeed(stage),
-        devices=2,
-        use_distributed_sampler=False,
-        callbacks=[Masters()],
-    )
+    zero_fit(build(PlainNet), stage, Masters())
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -68,15 +68,7 @@ class One(PlainNet):
 
 def one_weight() -> tuple[int, float]:
     ema = lt.EMA(0.9)
-    fit(
-        build(One),
-        train=rank_loader(),
-        strategy=cpu_deepspeed(2),
-        devices=2,
-        use_distributed_sampler=False,
-        callbacks=[ema],
-        log_every_n_steps=1,
-    )
+    zero_fit(build(One), 2, ema, log_every_n_steps=1)
     return ema._running.updates, float(ema.averaged_state_dict()["scale"])
 
 
@@ -87,14 +79,7 @@ def test_a_rank_without_a_part_takes_part() -> None:
 
 def save_averages(folder: str) -> None:
     ema = lt.EMA(0.9)
-    run = fit(
-        build(PlainNet),
-        train=rank_loader(),
-        strategy=cpu_deepspeed(3),
-        devices=2,
-        use_distributed_sampler=False,
-        callbacks=[ema],
-    )
+    run = zero_fit(build(PlainNet), 3, ema)
     torch.save(ema.averaged_state_dict(), Path(folder) / f"{run.global_rank}.pt")
     torch.distributed.destroy_process_group()  # a live gloo group at exit aborts now and then
 
@@ -104,9 +89,8 @@ def order_of_gathers() -> tuple[list[str], list[str]]:
     import deepspeed
 
     gathered: list[str] = []
-    settings = {"train": rank_loader(), "strategy": cpu_deepspeed(3), "devices": 2, "use_distributed_sampler": False}
     ema, module = lt.EMA(0.9), build(PlainNet)
-    fit(module, callbacks=[ema], **settings)
+    zero_fit(module, 3, ema)
     names = {id(weight): name for name, weight in module.named_parameters()}
     original = deepspeed.zero.GatheredParameters
 

@@ -9,21 +9,21 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, LambdaCallback
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
+from torch.utils.data import DataLoader
 
 import lightning_tricks as lt
 from tests.conformance.engines import cpu_deepspeed
 from tests.losses.towers import Kept, OneWay, Towers, on_ranks, pairs, step
-from tests.nets import assert_close, assert_equal, build, weights
+from tests.nets import assert_close, assert_equal, build, trainer, weights
 from tests.ranks import Cases, run_cases
 
 
@@ -203,13 +203,9 @@ def test_what_embed_leaves_behind_and_contrast_does_not_read_changes_nothing() -
 
 
 def test_what_is_logged_is_logged_once() -> None:
-    seen: list[dict[str, float]] = []
-
-    class Metrics(Callback):
-        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-            seen.append({name: float(value) for name, value in trainer.callback_metrics.items()})
-
-    kept, _ = gradients(cached(Logs, 5), callbacks=[Metrics()])
+    seen: list[dict[str, Any]] = []
+    note = LambdaCallback(on_train_batch_end=lambda trainer, *_: seen.append(dict(trainer.callback_metrics)))
+    kept, _ = gradients(cached(Logs, 5), callbacks=[note])
     assert seen == [{"loss_of_contrast": kept.losses[0], "train_loss": kept.losses[0], "embedded": 4.0}]
 
 
@@ -414,18 +410,9 @@ def test_beside_a_frozen_tower_the_gradient_is_that_of_the_whole_batch(freeze: C
 
 
 def test_a_trial_fit_trains_on_whole_batches() -> None:
-    class Net(lt.GradCacheMixin, Towers):
-        chunk = 5
-        training_step = lt.GradCacheMixin.training_step
-
-    module = build(Net)
+    module, batches = build(Pickled), DataLoader([pairs(seed=seed) for seed in range(12)], batch_size=None)
     before = weights(module)
-    found = lt.find_lr(
-        L.Trainer(accelerator="cpu", logger=False, max_epochs=1, enable_progress_bar=False),
-        module,
-        torch.utils.data.DataLoader([pairs(seed=seed) for seed in range(12)], batch_size=None),
-        steps=10,
-    )
+    found = lt.find_lr(trainer(max_epochs=1), module, batches, steps=10)
     assert len(found.losses) >= 5
     assert_equal(weights(module), before)
 
@@ -460,9 +447,7 @@ REFUSED = [("Sharded", 5, "uneven", "fsdp2", 1), ("Towers", 5, "even", "zero", 1
 def fitted(case: tuple[str, int, str, str, int]) -> Any:
     kind, size, sizes, strategy, accumulate = case
     named = {
-        "fsdp2": lambda: ModelParallelStrategy(
-            data_parallel_size=int(os.environ["WORLD_SIZE"]), tensor_parallel_size=1
-        ),
+        "fsdp2": lambda: ModelParallelStrategy(int(os.environ["WORLD_SIZE"]), 1),
         "fsdp2_preset": lambda: lt.FSDP2Preset(precision="32-true"),
         "zero": cpu_deepspeed,
     }

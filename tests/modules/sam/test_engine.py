@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import gc
-from collections import Counter
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
@@ -58,43 +57,6 @@ def test_the_second_run_holds_one_copy_of_the_weights_and_no_gradients_of_the_fi
     assert [again - count for again, count in zip(AGAIN, first, strict=True)] == [1, 0, 0]
 
 
-def test_the_state_of_a_run_that_fails_is_put_back() -> None:
-    class Fails(Sharp):
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            if is_replaying():
-                raise RuntimeError("planned")
-            self.note = batch_idx
-            return super().training_step(batch, batch_idx)
-
-    module, plain = build(Fails), build(Sharp)
-    try:
-        fit(module)
-    except RuntimeError:
-        assert module._sam is None
-        assert not is_replaying()
-    for mine, theirs in zip(module.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(mine, theirs)
-    assert module.note == 0
-
-
-class Tallying(lt.SAMMixin, PlainNet):
-    """Counts labels in a dictionary whose ``update`` adds."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: Counter[int] = Counter()
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        self.seen.update(batch[1].tolist())
-        return super().training_step(batch, batch_idx)
-
-
-def test_a_counter_counts_each_sample_once() -> None:
-    module = build(Tallying)
-    fit(module, max_epochs=1)
-    assert module.seen == Counter(y for _, labels in loader() for y in labels.tolist())
-
-
 def test_a_step_that_has_no_loss_at_the_perturbed_weights_is_named() -> None:
     class Guarded(Sharp):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -128,10 +90,7 @@ def test_an_average_that_is_set_up_later_keeps_its_hold_on_checkpoints(tmp_path:
     run = fit(module)
     run.fit_loop.max_epochs = 4
 
-    class Save(Callback):
-        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-            trainer.save_checkpoint(tmp_path / "x.ckpt")
-
-    run.callbacks.append(Save())
+    save = LambdaCallback(on_train_batch_end=lambda trainer, *_: trainer.save_checkpoint(tmp_path / "x.ckpt"))
+    run.callbacks.append(save)
     run.fit(module, loader(), loader(24))
     assert torch.load(tmp_path / "x.ckpt", weights_only=True)["callbacks"]["EMA(decay=0.9)"]["raw"]

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import ChainedScheduler, ExponentialLR, LambdaLR, StepLR
 
 import lightning_tricks as lt
-from tests.batches import with_sam
+from tests.batches import refused, with_sam
 from tests.nets import PlainNet, SteppedByHand, assert_equal, build, fit, weights
 
 
@@ -58,7 +58,12 @@ class ByHand(lt.SAMMixin, PlainNet):
             self.optimizers().zero_grad()
             self.sam_backward(partial(self.closure, batch))
             self.optimizers().step()
-        if self.misuse == "schedule after":
+        last = self.misuse == "schedule after the last step" and self.global_step == 12
+        if last or self.misuse == "schedule after":
+            self.lr_schedulers().step()
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        if self.misuse == "schedule at the batch's end":
             self.lr_schedulers().step()
 
     def on_train_epoch_end(self) -> None:
@@ -94,20 +99,25 @@ def test_a_closure_that_does_more_is_refused_with_the_right_lines(method: str, m
     assert_equal(weights(module), before)
 
 
-@pytest.mark.parametrize("misuse", ["schedule before", "schedule after"])
-@pytest.mark.parametrize("interval", ["step", "epoch"])
-def test_a_schedule_stepped_by_hand_beside_sam_step_is_refused_within_a_step(misuse: str, interval: str) -> None:
+@pytest.mark.parametrize(
+    ("misuse", "interval", "steps"),
+    [
+        ("schedule before", "step", 0),
+        ("schedule before", "epoch", 0),
+        ("schedule after", "step", 1),
+        ("schedule after", "epoch", 1),
+        ("schedule at the batch's end", "step", 1),
+        ("schedule after the last step", "step", 12),
+        ("schedule at epoch's end", "epoch", 6),
+    ],
+)
+def test_a_schedule_stepped_by_hand_beside_sam_step_is_refused_before_the_next_step(
+    misuse: str, interval: str, steps: int
+) -> None:
     module = by_hand(misuse=misuse, interval=interval)
     with pytest.raises(MisconfigurationException, match="LambdaLR is stepped by hand beside sam_step, which steps it"):
         fit(module)
-    assert module.trainer.global_step <= 1
-
-
-def test_or_at_the_next_epochs_start() -> None:
-    module = by_hand(misuse="schedule at epoch's end", interval="epoch")
-    with pytest.raises(MisconfigurationException, match="LambdaLR is stepped by hand beside sam_step"):
-        fit(module)
-    assert module.trainer.global_step == 6
+    assert module.trainer.global_step == steps
 
 
 @pytest.mark.parametrize("settings", [{}, {"interval": "epoch"}, {"misuse": "zero_grad"}])
@@ -169,61 +179,33 @@ def mixing(lines: Any) -> Any:
     return build(type("Mixes", (Mixes,), {"lines": staticmethod(lines)}))
 
 
-def both(m: Any, opt: Any, closure: Any, i: int) -> None:
-    m.sam_backward(closure)
-    m.sam_step(closure)
-
-
-def window_then_backward(m: Any, opt: Any, closure: Any, i: int) -> None:
-    m.sam_step(closure, accumulate=3) if i == 0 else m.sam_backward(closure)
-
-
-def twice(m: Any, opt: Any, closure: Any, i: int) -> None:
-    m.sam_step(closure)
-    opt.step()
-
-
-def twice_bare(m: Any, opt: Any, closure: Any, i: int) -> None:
-    m.sam_step(closure)
-    opt.optimizer.step()
-
-
-def twice_with_closure(m: Any, opt: Any, closure: Any, i: int) -> None:
-    m.sam_step(closure)
-    opt.step(closure=lambda: closure())
-
-
-def in_window(m: Any, opt: Any, closure: Any, i: int) -> None:
-    m.sam_step(closure, accumulate=2)
-    opt.step()
-
-
-def drops(m: Any, opt: Any, closure: Any, i: int) -> None:
-    opt.zero_grad()
-    m.sam_step(closure, accumulate=2)
-
-
-def drops_inside(m: Any, opt: Any, closure: Any, i: int) -> None:
-    m.sam_step(lambda: (opt.zero_grad(), closure())[1], accumulate=2)
+MIXED = "sam_backward and sam_step before one optimizer step add both gradients"
+STEPPED = "SGD is stepped by hand after sam_step, which has stepped it"
+CLEARED = "the gradients that sam_step accumulates for SGD are cleared"
 
 
 @pytest.mark.parametrize(
     ("lines", "rule", "steps"),
     [
-        (both, "sam_backward and sam_step before one optimizer step add both gradients", 0),
-        (window_then_backward, "sam_backward and sam_step before one optimizer step add both gradients", 0),
-        (twice, "SGD is stepped by hand after sam_step, which has stepped it", 1),
-        (twice_bare, "SGD is stepped by hand after sam_step, which has stepped it", 1),
-        (twice_with_closure, "SGD is stepped by hand after sam_step, which has stepped it", 1),
-        (in_window, "SGD is stepped by hand while sam_step accumulates for it", 0),
-        (drops, "the gradients that sam_step accumulates for SGD are cleared", 0),
-        (drops_inside, "the gradients that sam_step accumulates for SGD are cleared", 0),
+        (lambda m, opt, c, i: (m.sam_backward(c), m.sam_step(c)), MIXED, 0),
+        (lambda m, opt, c, i: m.sam_step(c, accumulate=3) if i == 0 else m.sam_backward(c), MIXED, 0),
+        (lambda m, opt, c, i: (m.sam_step(c), opt.step()), STEPPED, 1),
+        (lambda m, opt, c, i: (m.sam_step(c), opt.optimizer.step()), STEPPED, 1),
+        (lambda m, opt, c, i: (m.sam_step(c), opt.step(closure=lambda: c())), STEPPED, 1),
+        (
+            lambda m, opt, c, i: (m.sam_step(c, accumulate=2), opt.step()),
+            "SGD is stepped by hand while sam_step accumulates for it",
+            0,
+        ),
+        (lambda m, opt, c, i: (opt.zero_grad(), m.sam_step(c, accumulate=2)), CLEARED, 0),
+        (lambda m, opt, c, i: m.sam_step(lambda: (opt.zero_grad(), c())[1], accumulate=2), CLEARED, 0),
     ],
+    ids=["both", "window", "step", "bare step", "by closure", "in a window", "clears", "clears inside"],
 )
 def test_gradients_and_steps_beside_sam_step_are_refused_with_the_right_lines(
     lines: Any, rule: str, steps: int
 ) -> None:
-    module, once = mixing(lines), mixing(lambda m, opt, closure, i: m.sam_step(closure))
+    module, once = mixing(lines), mixing(lambda m, opt, c, i: m.sam_step(c))
     if steps:
         fit(once, max_steps=steps)
     with pytest.raises(MisconfigurationException, match=f"^Mixes: {rule}.*Write it so:"):
@@ -262,10 +244,7 @@ def test_right_lines_beside_sam_step_are_not_refused(lines: Any, steps: int) -> 
 
 
 def test_a_validation_inside_of_a_window_keeps_what_is_accumulated() -> None:
-    def windows(m: Any, opt: Any, closure: Any, i: int) -> None:
-        m.sam_step(closure, accumulate=3)
-
-    one, other = mixing(windows), mixing(windows)
+    one, other = (mixing(lambda m, opt, c, i: m.sam_step(c, accumulate=3)) for _ in range(2))
     fit(one), fit(other, val_check_interval=2)
     assert_equal(weights(other), weights(one))
 
@@ -290,21 +269,20 @@ def test_sam_step_adds_to_a_gradient_that_was_not_stepped() -> None:
     assert_equal(weights(one), weights(other))
 
 
-def test_a_bare_optimizer_that_is_stepped_without_sam_is_refused_before_its_first_step() -> None:
-    class Bare(lt.SAMMixin, PlainNet):
-        automatic_optimization = False
+class Manual(SteppedByHand, PlainNet):
+    """Optimizes by hand, and never calls SAM."""
 
-        def training_step(self, batch: Any, batch_idx: int) -> None:
-            optimizer = self.optimizers(use_pl_optimizer=False)
-            optimizer.zero_grad()
-            self.manual_backward(PlainNet.training_step(self, batch, batch_idx))
-            optimizer.step()
 
-    module = build(Bare)
-    before = weights(module)
-    with pytest.raises(MisconfigurationException, match="Bare optimizes manually and never called"):
-        fit(module)
-    assert_equal(weights(module), before)
+class Bare(Manual):
+    """By the optimizer itself, without Lightning's wrapper."""
+
+    def optimizers(self, use_pl_optimizer: bool = False) -> Any:
+        return super().optimizers(use_pl_optimizer)
+
+
+@pytest.mark.parametrize("kind", [Manual, Bare])
+def test_manual_optimization_without_sam_is_refused_before_the_first_optimizer_step(kind: type[PlainNet]) -> None:
+    refused(with_sam(kind, rho=0.1), rf"Sharp{kind.__name__} .* never called self\.sam_backward", [])
 
 
 @pytest.mark.parametrize("method", ["sam_step", "sam_backward"])
@@ -316,24 +294,6 @@ def test_a_loss_in_place_of_a_function_is_refused_with_the_lines_that_are_right(
     module = build(Loss)
     with pytest.raises(TypeError, match=rf"(?s){method} needs a function .*, got Tensor: .*Write it so:.*{method}\("):
         fit(module)
-
-
-@pytest.mark.parametrize("where", ["in the batch", "in on_train_batch_end", "in the last batch"])
-def test_a_schedule_stepped_by_hand_is_refused_before_the_next_step(where: str) -> None:
-    class Schedules(ByHand):
-        def training_step(self, batch: Any, batch_idx: int) -> None:
-            self.sam_step(lambda: PlainNet.training_step(self, batch, 0))
-            if where == "in the batch" or (where == "in the last batch" and self.global_step == 12):
-                self.lr_schedulers().step()
-
-        def on_train_batch_end(self, *_: Any) -> None:
-            if where == "in on_train_batch_end":
-                self.lr_schedulers().step()
-
-    module = build(Schedules)
-    with pytest.raises(MisconfigurationException, match="LambdaLR is stepped by hand beside sam_step"):
-        fit(module)
-    assert module.trainer.global_step == (12 if where == "in the last batch" else 1)
 
 
 class LBFGS(ByHand):
@@ -399,18 +359,6 @@ def test_a_loss_of_other_weights_is_refused() -> None:
         fit(build(Parts))
 
 
-class Manual(SteppedByHand, PlainNet):
-    """Optimizes by hand, and never calls SAM."""
-
-
-def test_manual_optimization_without_sam_is_refused_before_the_first_optimizer_step() -> None:
-    module = build(with_sam(Manual, rho=0.1))
-    before = weights(module)
-    with pytest.raises(MisconfigurationException, match=r"never called self\.sam_backward"):
-        fit(module)
-    assert_equal(weights(module), before)
-
-
 class Stepping(lt.SAMMixin, PlainNet):
     sam = lt.SAM(0.1)
     automatic_optimization = False
@@ -420,6 +368,11 @@ class Stepping(lt.SAMMixin, PlainNet):
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
         self.sam_step(lambda: self.loss(batch))
+
+
+class InADictionary(Stepping):
+    def loss(self, batch: Any) -> Any:
+        return {"loss": super().loss(batch)}
 
 
 class Adversarial(Stepping):
@@ -495,7 +448,7 @@ class HoldsAHelper(lt.SAMMixin, PlainNet):
         return PlainNet.training_step(self, batch, 0)
 
 
-@pytest.mark.parametrize("kind", [Adversarial, Chained, PlainAtFirst, Decorated, HoldsAHelper])
+@pytest.mark.parametrize("kind", [InADictionary, Adversarial, Chained, PlainAtFirst, Decorated, HoldsAHelper])
 def test_right_steps_by_hand_are_not_refused(kind: type[PlainNet]) -> None:
     run = fit(build(kind))
     assert run.global_step == 12

@@ -1,4 +1,4 @@
-"""SAM against a naive loop, the purity of its second run, and what it refuses."""
+"""The purity of SAM's second run, and what it refuses; its naive loop is in test_rules.py."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import copy
 import io
 import pickle
 import random
-from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -15,24 +14,21 @@ import numpy
 import pytest
 import torch
 import torch.nn.functional as F
-from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.callbacks import Callback, LambdaCallback
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 from lightning.pytorch.tuner import Tuner
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric, MinMaxMetric, RunningMean
-from torchmetrics.classification import MulticlassAccuracy
 
 import lightning_tricks as lt
-from lightning_tricks.core.replay.rerun import is_replaying
 from tests.conformance.engines import cpu_deepspeed
 from tests.device.devices import CUDA, device
+from tests.modules.sam.test_rules import PLAIN, SAMNet, SAMPlainNet, naive
 from tests.nets import (
     Net,
-    NormNet,
     PlainNet,
     assert_close,
     assert_equal,
@@ -45,98 +41,28 @@ from tests.nets import (
     weights,
 )
 from tests.ranks import run_ranks
-from tests.reference.sam import naive_sam
-
-
-class SAMNet(lt.SAMMixin, Net):
-    sam = lt.SAM(rho=0.1)
-
-
-class SAMNormNet(lt.SAMMixin, NormNet):
-    sam = lt.SAM(rho=0.1)
-
-
-class SAMPlainNet(lt.SAMMixin, PlainNet):
-    sam = lt.SAM(rho=0.1)
-
-
-def windows(accumulate: int) -> list[list[Any]]:
-    """The 6 batches of an epoch in accumulation windows; the last may be ragged."""
-    batches = list(loader())
-    return [batches[i : i + accumulate] for i in range(0, len(batches), accumulate)]
-
-
-# ---- equal to the naive loop
-
-
-@pytest.mark.few(9)
-@pytest.mark.parametrize("accumulate", [1, 2, 4])  # 6 batches: 4 leaves a ragged window
-@pytest.mark.parametrize("clip", [None, ("norm", 0.1), ("value", 0.01)], ids=str)
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-def test_equals_a_naive_loop(accumulate: int, clip: tuple[str, float] | None, precision: Any) -> None:
-    ours, theirs = build(SAMNormNet), build(NormNet)
-    clipping = {"gradient_clip_algorithm": clip[0], "gradient_clip_val": clip[1]} if clip else {}
-    fit(ours, accumulate_grad_batches=accumulate, precision=precision, max_epochs=1, **clipping)
-    dtype = torch.bfloat16 if precision == "bf16-mixed" else None
-    naive_sam(theirs, windows(accumulate), rho=0.1, accumulate=accumulate, clip=clip, dtype=dtype)
-    assert_close(weights(ours), weights(theirs), 1e-6 if dtype is None else 2e-4)
-
-
-def test_the_grad_scaler_changes_nothing_but_the_scale() -> None:
-    scaled, plain = build(SAMPlainNet), build(SAMPlainNet)
-    # fp16 autocast with a scale that is a power of two: equal to the same without scaling
-    for module, scale in ((scaled, 64.0), (plain, 1.0)):
-        scaler = torch.amp.GradScaler("cpu", init_scale=scale)
-        fit(module, plugins=[MixedPrecision("16-mixed", "cpu", scaler=scaler)], accumulate_grad_batches=2, max_epochs=1)
-    assert_close(weights(scaled), weights(plain), 1e-3)
-
 
 # ---- the second run
 
 
-class Runs:
-    """What both runs of a step have seen."""
+def test_both_runs_see_the_same_random_numbers_and_the_log_has_the_loss_of_the_first() -> None:
+    draws, losses = [], []  # outside of the module, whose state SAM restores
 
-    def __init__(self) -> None:
-        self.losses: list[float] = []
-        self.draws: list[tuple[float, float, float]] = []
+    class Drawing(SAMNet):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            draws.append((torch.rand(()).item(), numpy.random.rand(), random.random()))
+            loss: Tensor = super().training_step(batch, batch_idx)
+            losses.append(loss.item())
+            return loss
 
-
-class Watched(SAMNet):
-    """Counts what a user could notice twice."""
-
-    runs = Runs()  # of the class, so that it is not part of a module's state, which SAM restores
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.accuracy = MulticlassAccuracy(num_classes=2)
-        self.steps = 0
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        x, y = batch
-        logits = self(x)
-        self.accuracy(logits, y)
-        self.steps += 1
-        self.runs.draws.append((torch.rand(()).item(), numpy.random.rand(), random.random()))
-        self.log("accuracy", self.accuracy, on_step=False, on_epoch=True)
-        loss = F.cross_entropy(logits, y)
-        self.runs.losses.append(loss.item())
-        self.log_dict({"loss": loss}, on_step=False, on_epoch=True)
-        return loss
-
-
-def test_the_second_run_is_not_seen_in_logs_metrics_and_random_numbers() -> None:
-    module = build(Watched)
-    Watched.runs = runs = Runs()
-    run = fit(module, max_epochs=1)
-    assert len(runs.losses) == 12
-    assert module.steps == 6
-    assert runs.draws[0::2] == runs.draws[1::2]
-    assert len(set(runs.draws)) == 6
+    run = fit(build(Drawing), max_epochs=1)
+    assert len(losses) == 12
+    assert draws[0::2] == draws[1::2]
+    assert len(set(draws)) == 6
     sizes = [8, 8, 8, 8, 8, 4]
-    mean = sum(loss * size for loss, size in zip(runs.losses[0::2], sizes, strict=True)) / 44
-    assert run.callback_metrics["loss"].item() == pytest.approx(mean, abs=1e-6)
-    assert runs.losses[0::2] != runs.losses[1::2]
+    mean = sum(loss * size for loss, size in zip(losses[0::2], sizes, strict=True)) / 44
+    assert run.callback_metrics["train_loss_epoch"].item() == pytest.approx(mean, abs=1e-6)
+    assert losses[0::2] != losses[1::2]
 
 
 def test_a_module_may_use_the_hooks_itself_and_return_a_dictionary() -> None:
@@ -149,7 +75,7 @@ def test_a_module_may_use_the_hooks_itself_and_return_a_dictionary() -> None:
 
     ours, theirs = build(Busy), build(PlainNet)
     fit(ours, max_epochs=1)
-    naive_sam(theirs, windows(1), rho=0.1, accumulate=1)
+    naive(theirs, (PLAIN, "32-true", 1, None), list(loader()), epochs=1)
     assert_close(weights(ours), weights(theirs))
 
 
@@ -188,16 +114,9 @@ def test_rho_zero_is_bit_equal_for_a_module_that_carries_state_from_step_to_step
     class Still(lt.SAMMixin, Stateful):
         sam = lt.SAM(rho=0)
 
-    class Dictionaries(Dataset):
-        def __len__(self) -> int:
-            return 44
-
-        def __getitem__(self, index: int) -> dict[str, Tensor]:
-            return dict(zip("xy", data()[index], strict=True))
-
     plain, still = build(Stateful), build(Still)
     for module in (plain, still):
-        fit(module, train=DataLoader(Dictionaries(), batch_size=8), max_epochs=1)
+        fit(module, train=DataLoader([{"x": x, "y": y} for x, y in data()], batch_size=8), max_epochs=1)
     assert_equal(weights(plain), weights(still))
     assert torch.equal(torch.stack(plain.losses), torch.stack(still.losses))
     assert still.seen == {"steps": 6}
@@ -246,23 +165,6 @@ def test_hyperparameters_with_sam_load_with_weights_only(tmp_path: Any) -> None:
 
     fit(build(Saved, sam=lt.SAM(0.2))).save_checkpoint(tmp_path / "x.ckpt")
     assert torch.load(tmp_path / "x.ckpt", weights_only=True)["hyper_parameters"]["sam"] == lt.SAM(0.2)
-
-
-def test_an_exception_in_the_second_run_leaves_the_weights_unperturbed() -> None:
-    class Failing(SAMNormNet):
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            if is_replaying():
-                raise RuntimeError("planned")
-            return super().training_step(batch, batch_idx)
-
-    module, start = build(Failing), weights(build(Failing))
-    with pytest.raises(RuntimeError, match="planned"):
-        fit(module)
-    ended = weights(module)
-    assert_equal(
-        {n: ended[n] for n, _ in module.named_parameters()}, {n: start[n] for n, _ in module.named_parameters()}
-    )
-    assert not is_replaying()
 
 
 def test_frozen_and_unused_weights_are_left_alone() -> None:
@@ -358,23 +260,6 @@ def test_the_mixin_after_lightning_module_is_refused() -> None:
             pass
 
 
-@pytest.mark.parametrize(
-    ("change", "settings", "message"),
-    [
-        ({"sam": 0.05}, {}, r"SAMPlainNet.sam must be a SAM\(rho=...\), got 0.05"),
-        ({"automatic_optimization": False}, {}, "never called self.sam_backward"),
-        ({}, {"precision": "bf16-true"}, "layers.0.weight is torch.bfloat16"),
-    ],
-    ids=str,
-)
-def test_what_cannot_be_right_is_refused_by_name(change: dict[str, Any], settings: Any, message: str) -> None:
-    module = build(SAMPlainNet)
-    for name, value in change.items():
-        setattr(module, name, value)
-    with pytest.raises(MisconfigurationException, match=message):
-        fit(module, **settings)
-
-
 class Reentrant(SAMPlainNet):
     def forward(self, x: Tensor) -> Tensor:
         return self.layers[2](checkpoint(self.layers[:2], x.requires_grad_(), use_reentrant=True))
@@ -458,22 +343,6 @@ def test_on_a_device_rho_zero_is_bit_equal_to_no_mixin_with_dropout(on: str, pre
     assert_equal(weights(plain), weights(still))
 
 
-def test_nested_containers_are_changed_once() -> None:
-    class Nested(SAMPlainNet):
-        def __init__(self) -> None:
-            super().__init__()
-            self.outs: dict[str, list[Tensor]] = defaultdict(list)
-
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            loss = super().training_step(batch, batch_idx)
-            self.outs["train"].append(loss.detach())
-            return loss
-
-    module = build(Nested)
-    fit(module)
-    assert len(module.outs["train"]) == 12
-
-
 def test_layers_made_in_the_first_step_are_made_again_in_its_second_run() -> None:
     class Lazy(SAMPlainNet):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -486,20 +355,6 @@ def test_layers_made_in_the_first_step_are_made_again_in_its_second_run() -> Non
     assert_equal(weights(lazy), weights(plain))
 
 
-def test_a_teacher_updated_in_the_step_is_refused_with_the_remedy() -> None:
-    class Teacher(SAMPlainNet):
-        def __init__(self) -> None:
-            super().__init__()
-            self.teacher = torch.nn.Linear(2, 2).requires_grad_(False)
-
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            self.teacher.weight.mul_(0.9)
-            return super().training_step(batch, batch_idx)
-
-    with pytest.raises(MisconfigurationException, match=r"frozen parameter teacher\.weight.*on_train_batch_end"):
-        fit(build(Teacher))
-
-
 def test_a_checkpoint_saved_inside_a_step_holds_the_weights_themselves_and_disturbs_nothing(tmp_path: Any) -> None:
     class Saving(SAMPlainNet):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -507,14 +362,11 @@ def test_a_checkpoint_saved_inside_a_step_holds_the_weights_themselves_and_distu
             self.trainer.save_checkpoint(tmp_path / f"{self.trainer.global_step}.ckpt")  # in the second run too
             return loss
 
-    class Steps(Callback):
-        def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
-            own.append(weights(pl_module))
-
     own: list[dict[str, Tensor]] = []
+    note = LambdaCallback(on_train_batch_start=lambda trainer, module, *_: own.append(weights(module)))
     saving, plain = build(Saving), build(SAMPlainNet)
     fit(plain, max_epochs=1)
-    fit(saving, max_epochs=1, callbacks=[Steps()])
+    fit(saving, max_epochs=1, callbacks=[note])
     assert_equal(weights(saving), weights(plain))
     for step, expected in enumerate(own):
         assert_equal(torch.load(tmp_path / f"{step}.ckpt", weights_only=True)["state_dict"], expected)

@@ -44,20 +44,20 @@ class Whole(Callback):
         self.weights = {n: (p.full_tensor() if isinstance(p, DTensor) else p).detach() for n, p in named.items()}
 
 
-def two_ranks(sam: lt.SAM, nested: bool, frozen: bool, settings: dict[str, Any]) -> dict[str, Any]:
-    whole, module = Whole(), build(Sharded)
-    module.sam, module.nested, module.frozen = sam, nested, frozen
+def fit_sharded(module: Any, sam: lt.SAM, **settings: Any) -> dict[str, torch.Tensor]:
+    """Fit on this rank's batches, and give the full weights."""
+    module.sam, whole = sam, Whole()
     strategy = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
-    fit(
-        module,
-        train=rank_loader(),
-        callbacks=[whole],
-        strategy=strategy,
-        devices=2,
-        use_distributed_sampler=False,
-        **settings,
-    )
-    return {name: value.numpy() for name, value in whole.weights.items()}
+    callbacks = [*settings.pop("callbacks", []), whole]
+    distributed = {"strategy": strategy, "devices": 2, "use_distributed_sampler": False}
+    fit(module, train=rank_loader(), callbacks=callbacks, **distributed, **settings)
+    return whole.weights
+
+
+def two_ranks(sam: lt.SAM, nested: bool, frozen: bool, settings: dict[str, Any]) -> dict[str, Any]:
+    module = build(Sharded)
+    module.nested, module.frozen = nested, frozen
+    return {name: value.numpy() for name, value in fit_sharded(module, sam, **settings).items()}
 
 
 CASES: list[tuple[lt.SAM, dict[str, Any]]] = [
@@ -113,33 +113,22 @@ def interrupted() -> None:
                 raise RuntimeError("planned")
             return loss
 
-    strategy = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
-    settings = {"train": rank_loader(), "devices": 2, "use_distributed_sampler": False}
-    module, plain, whole = build(Fails), build(Sharded), Whole()
-    module.sam = plain.sam = lt.SAM(0.1)
+    module = build(Fails)
     with pytest.raises(RuntimeError, match="planned"):
-        fit(module, strategy=strategy, **settings)
-    strategy = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
-    fit(plain, strategy=strategy, callbacks=[whole], max_steps=1, **settings)
+        fit_sharded(module, lt.SAM(0.1))
+    expected = fit_sharded(build(Sharded), lt.SAM(0.1), max_steps=1)
     module.layers.reshard()
-    assert_equal({n: p.full_tensor().detach() for n, p in module.named_parameters()}, whole.weights)
+    assert_equal({n: p.full_tensor().detach() for n, p in module.named_parameters()}, expected)
 
 
 def test_an_exception_in_the_second_run_leaves_the_weights_unperturbed() -> None:
     run_ranks(interrupted)
 
 
-def resume(folder: str) -> None:
-    ended = []
-    for callbacks, path in (([SaveAt(f"{folder}/x.ckpt", epoch=1)], None), ([], f"{folder}/x.ckpt")):
-        module, whole = build(Sharded), Whole()
-        module.sam = lt.SAM(0.1)
-        strategy = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
-        settings = {"train": rank_loader(), "devices": 2, "use_distributed_sampler": False, "max_epochs": 4}
-        fit(module, strategy=strategy, callbacks=[*callbacks, whole], ckpt_path=path, **settings)
-        ended.append(whole.weights)
-    assert_equal(*ended)
+def resume(path: str) -> None:
+    whole = fit_sharded(build(Sharded), lt.SAM(0.1), callbacks=[SaveAt(path, epoch=1)], max_epochs=4)
+    assert_equal(fit_sharded(build(Sharded), lt.SAM(0.1), ckpt_path=path, max_epochs=4), whole)
 
 
 def test_resume_is_exact(tmp_path: Any) -> None:
-    run_ranks(resume, str(tmp_path))
+    run_ranks(resume, str(tmp_path / "x.ckpt"))

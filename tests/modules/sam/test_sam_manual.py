@@ -20,7 +20,7 @@ from torchmetrics.classification import MulticlassAccuracy
 
 import lightning_tricks as lt
 from lightning_tricks.core.replay.rerun import is_replaying
-from tests.modules.sam.test_rules import RandomStates, Reductions
+from tests.modules.sam.test_rules import RandomStates, Reductions, SAMNormNet
 from tests.nets import (
     Net,
     NormNet,
@@ -165,25 +165,25 @@ def test_sam_backward_by_hand_equals_sam_step(case: Case) -> None:
     assert_equal(weights(one), weights(other))
 
 
-@pytest.mark.parametrize("case", [("32-true", 1, None), ("32-true", 4, 0.1), ("scaled", 2, None)], ids=str)
-def test_sam_step_equals_automatic_optimization(case: Case) -> None:
-    class Automatic(lt.SAMMixin, NormNet):
-        sam = lt.SAM(rho=0.1)
+DEFAULT: Case = ("32-true", 1, None)
 
-    manual, automatic = prepared(SharpNorm, case), build(Automatic)
+
+@pytest.mark.parametrize(
+    ("case", "rule"),
+    [
+        (DEFAULT, lt.SAM(0.1)),
+        (("32-true", 4, 0.1), lt.SAM(0.1)),
+        (("scaled", 2, None), lt.SAM(0.1)),
+        (DEFAULT, lt.SAM(0.5, adaptive=True)),
+        (DEFAULT, lt.SAM(0.1, parameters="norm")),
+    ],
+    ids=str,
+)
+def test_sam_step_equals_automatic_optimization(case: Case, rule: lt.SAM) -> None:
+    manual, automatic = prepared(SharpNorm, case), build(SAMNormNet)
+    manual.sam = automatic.sam = rule
     settings = {"accumulate_grad_batches": case[1], "gradient_clip_val": case[2]}
     fit(manual, **settings_of(case)), fit(automatic, **settings_of(case), **settings)
-    assert_close(weights(manual), weights(automatic))
-
-
-@pytest.mark.parametrize("rule", [lt.SAM(0.5, adaptive=True), lt.SAM(0.1, parameters="norm")], ids=str)
-def test_rules_of_perturbation_work_as_in_automatic_optimization(rule: lt.SAM) -> None:
-    class Automatic(lt.SAMMixin, NormNet):
-        sam = rule
-
-    manual, automatic = build(SharpNorm), build(Automatic)
-    manual.sam = rule
-    fit(manual), fit(automatic)
     assert_close(weights(manual), weights(automatic))
 
 
@@ -474,6 +474,11 @@ class Asks(Sharp):
         (lambda m, c: m.sam_step(c, clip_norm=-1.0), ValueError, "clip_norm must be .*, got -1.0"),
         (lambda m, c: m.sam_step(c, clip_norm=0), ValueError, "clip_norm must be .*, got 0"),
         (lambda m, c: m.sam_step(c, clip_norm="1"), TypeError, "clip_norm must be a number in .*, got '1'"),
+        (  # whose steps are not counted
+            lambda m, c: m.sam_step(c, m.optimizers(use_pl_optimizer=False)),
+            TypeError,
+            r"optimizer of self.optimizers\(\), got SGD",
+        ),
     ],
 )
 def test_a_bad_argument_is_named(call: Callable[..., Any], error: type[Exception], message: str) -> None:
@@ -569,36 +574,3 @@ def test_a_gan_on_two_ranks_equals_a_naive_loop() -> None:
     theirs, batches = build(GAN), [x for x, _ in loader(48)]
     naive_gan(theirs, [batches[i : i + 2] for i in (0, 2, 4)] * 2, (theirs.loss_d, theirs.loss_g), rho=0.1)
     assert_close(of_both("GAN")[0], dict(theirs.named_parameters()))
-
-
-def test_a_bare_optimizer_is_refused_since_its_steps_are_not_counted() -> None:
-    class Bare(lt.SAMMixin, PlainNet):
-        def __init__(self) -> None:
-            super().__init__()
-            self.automatic_optimization = False
-
-        def training_step(self, batch: Any, batch_idx: int) -> None:
-            optimizer = self.optimizers(use_pl_optimizer=False)
-            self.sam_step(lambda: F.cross_entropy(self(batch[0]), batch[1]), optimizer)
-
-    with pytest.raises(TypeError, match=r"optimizer of self.optimizers\(\), got SGD"):
-        fit(build(Bare))
-
-
-def test_the_first_epochs_may_be_plain_and_a_loss_in_a_dictionary() -> None:
-    class WarmsUp(lt.SAMMixin, PlainNet):
-        def __init__(self) -> None:
-            super().__init__()
-            self.automatic_optimization = False
-
-        def training_step(self, batch: Any, batch_idx: int) -> None:
-            optimizer = self.optimizers()
-            if self.current_epoch:
-                self.sam_step(lambda: {"loss": F.cross_entropy(self(batch[0]), batch[1])})
-            else:
-                optimizer.zero_grad()
-                self.manual_backward(F.cross_entropy(self(batch[0]), batch[1]))
-                optimizer.step()
-
-    run = fit(build(WarmsUp))
-    assert run.global_step == 12

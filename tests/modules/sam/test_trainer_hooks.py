@@ -13,21 +13,15 @@ from torch import Tensor
 
 import lightning_tricks as lt
 from lightning_tricks.core.replay.rerun import is_replaying
+from tests.modules.sam.test_rules import SAMPlainNet
 from tests.nets import PlainNet, assert_equal, build, fit, loader, trainer, weights
-
-
-class SAMPlainNet(lt.SAMMixin, PlainNet):
-    sam = lt.SAM(rho=0.1)
 
 
 class Manual(SAMPlainNet):
     """Trains by ``sam_step`` as long as it is told to."""
 
+    automatic_optimization = False
     calls = True
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
         if self.calls:
@@ -100,6 +94,8 @@ def test_sixteen_bit_weights_are_refused_unless_they_are_frozen() -> None:
         fit(module)
     module.table.requires_grad_(False)
     fit(module)
+    with pytest.raises(MisconfigurationException, match=r"layers\.0\.weight is torch\.bfloat16"):
+        fit(build(SAMPlainNet), precision="bf16-true")
 
 
 def test_double_precision_is_fine() -> None:
@@ -133,6 +129,7 @@ class Fails(SAMPlainNet):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         if is_replaying() and self.error is not None:
             raise self.error
+        self.noted = batch_idx
         return super().training_step(batch, batch_idx)
 
 
@@ -158,6 +155,7 @@ def test_nothing_is_left_behind_after_an_exception(error: BaseException, monkeyp
         run.fit(module, loader(), loader(24))
     assert_left_alone(run, module)
     assert_equal(weights(module), start)
+    assert module.noted == 0  # by the first run
     module.error = None
     fit(module, max_epochs=1)  # and trains on
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,8 +10,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback, OnExceptionCheckpoint, WeightAveraging
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.callbacks import Callback, LambdaCallback, OnExceptionCheckpoint, WeightAveraging
 from torch import Tensor
 
 import lightning_tricks as lt
@@ -19,21 +18,12 @@ from lightning_tricks.callbacks.post_hoc_ema import power_decay
 from lightning_tricks.core.averaging.decay import ema_decay
 from tests.nets import NormNet, PlainNet, SaveAt, assert_close, assert_equal, weights
 from tests.ranks import run_ranks
-from tests.strategies.ddp.test_outer import IN_TURN, STEPS, Deep, Workers, run, samples
+from tests.strategies.ddp.test_compression import SGDNet
+from tests.strategies.ddp.test_outer import IN_TURN, STEPS, Deep, Workers, refused, run, samples
 
 VALIDATED, SAVED = (5, 10), 7  # steps; all of them amid a period of 4 steps
 MEANS = (*VALIDATED, SAVED, STEPS)  # the steps after which the plain loop takes the mean, too
 DECAY = 0.8
-
-
-class Seen(Callback):
-    """The weights that validations run with."""
-
-    def __init__(self) -> None:
-        self.weights: list[dict[str, Tensor]] = []
-
-    def on_validation_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
-        self.weights.append(weights(pl_module))
 
 
 class SeenBy(L.LightningModule):
@@ -48,27 +38,22 @@ class BothDeep(SeenBy, Deep):
     pass
 
 
-class Halt(Callback):
-    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
-        if trainer.global_step == SAVED:
-            raise ArithmeticError("halt")
+def at_saved(do: Callable[[L.Trainer], object]) -> LambdaCallback:
+    """Does something amid a period."""
+    return LambdaCallback(on_train_batch_end=lambda run, *_: do(run) if run.global_step == SAVED else None)
 
 
-class Reads(Callback):
-    """Reads the average amid a period."""
-
-    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
-        if trainer.global_step == SAVED:
-            ema = next(callback for callback in trainer.callbacks if isinstance(callback, lt.EMA))
-            self.found = ema.averaged_state_dict()
+def halt(trainer: L.Trainer) -> None:
+    raise ArithmeticError("halt")
 
 
 def fitted(average: Callback, *others: Callback, kind: type[PlainNet] = Deep, **settings: Any) -> dict[str, Any]:
     """What validations see, and the end."""
-    seen = Seen()
-    defaults = {"limit_val_batches": 1, "val_check_interval": 5, "callbacks": [average, seen, *others]}
+    seen: list[dict[str, Tensor]] = []
+    note = LambdaCallback(on_validation_batch_start=lambda trainer, module, *_: seen.append(weights(module)))
+    defaults = {"limit_val_batches": 1, "val_check_interval": 5, "callbacks": [average, note, *others]}
     _, module = run(kind, **{**defaults, **settings})
-    return {"seen": seen.weights, "end": weights(module), "steps": getattr(module, "seen", [])}
+    return {"seen": seen, "end": weights(module), "steps": getattr(module, "seen", [])}
 
 
 ema = partial(lt.EMA, DECAY)
@@ -96,30 +81,18 @@ def all_fits(folder: str) -> dict[str, Any]:
     found: dict[str, Any] = {"SWA": resumable(swa, f"{folder}/swa.ckpt")}
     found["both"] = fitted(ema(validate="both"), SaveAt(f"{folder}/both.ckpt", step=SAVED), kind=BothDeep)
     found["host"] = fitted(ema(device="cpu"), SaveAt(f"{folder}/host.ckpt", step=SAVED))
-    reads = Reads()
-    found["read"] = {**fitted(ema(validate="raw", at_end="raw"), reads), "found": reads.found}
+    average, read = ema(validate="raw", at_end="raw"), dict[str, Tensor]()
+    found["read"] = {**fitted(average, at_saved(lambda _: read.update(average.averaged_state_dict()))), "found": read}
     found["two"] = fitted(ema(), lt.EMA(0.5, validate="raw", at_end="raw"), SaveAt(f"{folder}/two.ckpt", step=SAVED))
     found["post hoc"] = fitted(lt.PostHocEMA(f"{folder}/snapshots", every_n_steps=6), limit_val_batches=0)
     found["recalibrated"] = fitted(swa(), kind=NormNet, **LOCAL, max_steps=12, limit_val_batches=0)
-    found["period 1"] = fitted(ema(), kind=PlainSGD, **LOCAL, local_sgd_period=1)
-    found["DDP"] = fitted(ema(), kind=PlainSGD, **lt.preset("ddp_bf16", precision="32-true"))
+    found["period 1"] = fitted(ema(), kind=SGDNet, **LOCAL, local_sgd_period=1)
+    found["DDP"] = fitted(ema(), kind=SGDNet, **lt.preset("ddp_bf16", precision="32-true"))
     average = ema()
     with pytest.raises(ArithmeticError, match="halt"):
-        run(callbacks=[average, Halt(), OnExceptionCheckpoint(folder, "halted")], enable_checkpointing=True)
+        run(callbacks=[average, at_saved(halt), OnExceptionCheckpoint(folder, "halted")], enable_checkpointing=True)
     average.coordinator.trainer.save_checkpoint(f"{folder}/again.ckpt")
     return found
-
-
-class PlainSGD(PlainNet):
-    """Steps of which the mean is the step with the mean gradient."""
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-def refused(callback: Callback, message: str, **settings: Any) -> None:
-    with pytest.raises(MisconfigurationException, match=message):
-        run(callbacks=[callback], **settings)
 
 
 def on_four(path: str) -> dict[str, Any]:

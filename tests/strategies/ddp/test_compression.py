@@ -288,17 +288,17 @@ def test_what_was_lost_is_scaled_as_the_losses_are(power: list[dict[str, Any]]) 
 
 
 class Watching(Callback):
-    """The weights of this rank after each step, and as its validation sees them."""
+    """A weight of this rank after each step, and as its validation sees it."""
 
     def __init__(self) -> None:
         self.steps: list[Tensor] = []
         self.validated: list[Tensor] = []
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
-        self.steps.append(pl_module.layers[0].weight.detach().clone())
+        self.steps.append(next(pl_module.parameters()).detach().clone())
 
     def on_validation_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
-        self.validated.append(pl_module.layers[0].weight.detach().clone())
+        self.validated.append(next(pl_module.parameters()).detach().clone())
 
 
 class Halt(Callback):
@@ -439,10 +439,7 @@ def test_each_compression_runs_on_nccl() -> None:
             {"compression": "bf16", "powersgd_rank": 1},
             r"powersgd_rank has no effect with compression='bf16', got 1.*'powersgd'",
         ),
-        (
-            {"compression": "none", "compression_start": 1},
-            "compression_start .*='powersgd' or 'local_sgd'",
-        ),
+        ({"compression": "none", "compression_start": 1}, "compression_start .*='powersgd' or 'local_sgd'"),
         ({"compression": "powersgd", "local_sgd_period": 2}, "local_sgd_period has no effect .*'powersgd', got 2"),
         ({"compression": "powersgd", "powersgd_rank": 0}, "powersgd_rank must be at least 1, got 0"),
         ({"compression": "local_sgd", "local_sgd_period": 0}, "local_sgd_period must be at least 1, got 0"),

@@ -23,7 +23,7 @@ import lightning_tricks as lt
 from lightning_tricks.strategies.ddp.outer import OuterOptimizer, fragments
 from tests.nets import NormNet, PlainNet, SaveAt, assert_close, assert_equal, build, data, fit, weights
 from tests.ranks import run_ranks
-from tests.strategies.ddp.test_compression import written
+from tests.strategies.ddp.test_compression import Watching, written
 
 STEPS = 11
 
@@ -153,20 +153,6 @@ class Workers:
                 self._put({name: self.last[name]})
 
 
-class Weights(Callback):
-    """A weight of this rank after each step, and as its validation sees it."""
-
-    def __init__(self) -> None:
-        self.steps: list[Tensor] = []
-        self.validated: list[Tensor] = []
-
-    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
-        self.steps.append(next(pl_module.parameters()).detach().clone())
-
-    def on_validation_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
-        self.validated.append(next(pl_module.parameters()).detach().clone())
-
-
 class Freezes(Callback):
     """Freezes the blocks amid a period, with weights of each rank's own."""
 
@@ -220,7 +206,7 @@ def quick_fits(folder: str) -> dict[str, Any]:
     with warned if os.environ["RANK"] == "0" else nullcontext():
         run(ckpt_path=f"{folder}/fragments.ckpt", outer_lr=1.0, outer_momentum=0.0)
     for count in (1, 2):
-        freezes, seen = Freezes(), Weights()
+        freezes, seen = Freezes(), Watching()
         found[f"frozen {count}"] = trained(fragments=count, callbacks=[freezes, seen], find_unused_parameters=True)
         found[f"seen {count}"] = {"frozen": freezes.weight, "steps": seen.steps}
     refused(lt.RewindOnSpike(), "RewindOnSpike.*: a rewind sets back neither the momentum of the outer optimizer")
@@ -243,7 +229,7 @@ def all_fits(folder: str) -> dict[str, Any]:
     found["from DDP"] = trained(epochs=True, ckpt_path=path)
     found["started"] = trained(epochs=True, compression_start=3)
     found["fp16"], found["fp32"] = trained(precision="16-mixed", plugins=[plugin]), trained()
-    seen = Weights()
+    seen = Watching()
     found["validated"] = trained(callbacks=[seen], limit_val_batches=1, val_check_interval=6)
     found["seen"] = {"steps": seen.steps, "validated": seen.validated}
     refused(None, "Ranger21, which moves them back to a copy of its own", kind=RangerNet)
