@@ -320,9 +320,10 @@ def find_batch_size(
         (16, 4)
     """
     check_range("margin", margin, 0.0, 1.0, below=True)
-    for name, value in (("initial", initial), ("steps", steps), ("effective", effective), ("max_size", max_size)):
-        if value is not None or name in ("initial", "steps"):
-            check_count(name, value)  # type: ignore[arg-type]
+    check_count("initial", initial)
+    check_count("steps", steps)
+    check_count("effective", effective, optional=True)
+    check_count("max_size", max_size, optional=True)
     if steps < 2:
         raise ValueError(f"steps must be at least 2, got {steps}: the first one makes the optimizer states.")
     require_undoable(trainer, module, train_dataloaders, "find_batch_size")

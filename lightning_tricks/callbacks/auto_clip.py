@@ -121,8 +121,7 @@ class AutoClip(GradientCallback):
 
     def __init__(self, percentile: float = 10, *, history: int | None = 1000) -> None:
         check_range("percentile", percentile, 0, 100)
-        if history is not None:
-            check_count("history", history)
+        check_count("history", history, optional=True)
         super().__init__()
         self.percentile = percentile
         self.history = history

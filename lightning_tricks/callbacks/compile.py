@@ -89,8 +89,7 @@ class Compile(Trick):
         fallback: bool = True,
         backend: str = "inductor",
     ) -> None:
-        if modules is not None:
-            check_patterns("modules", modules)
+        check_patterns("modules", modules, optional=True)
         check_choice("mode", mode, MODES)
         check_bool("fallback", fallback)
         check_choice("backend", backend, torch.compiler.list_backends(exclude_tags=()))

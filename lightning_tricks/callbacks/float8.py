@@ -112,8 +112,7 @@ class Float8(Trick):
         self, modules: Patterns | None = None, *, recipe: Recipe = "tensorwise", emulate: bool = False
     ) -> None:
         super().__init__()
-        if modules is not None:
-            check_patterns("modules", modules)
+        check_patterns("modules", modules, optional=True)
         check_choice("recipe", recipe, get_args(Recipe))
         check_bool("emulate", emulate)
         self.modules, self.recipe, self.emulate = modules, recipe, emulate

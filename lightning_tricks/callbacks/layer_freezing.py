@@ -158,8 +158,7 @@ class LayerFreezing(StagedCallback):
             check_duration(name, duration)
         if type(start) is type(stop) and stop < start:
             raise ValueError(f"stop must not be before start, got start={start} and stop={stop}: exchange them.")
-        if parameters is not None:
-            check_patterns("parameters", parameters)
+        check_patterns("parameters", parameters, optional=True)
         super().__init__()
         self.fraction, self.start, self.stop, self.parameters = fraction, start, stop, parameters
 

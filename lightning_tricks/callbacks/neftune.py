@@ -79,8 +79,7 @@ class NEFTune(EveryBatchCallback):
 
     def __init__(self, alpha: float = 5.0, modules: str | Sequence[str] | None = None) -> None:
         check_range("alpha", alpha, 0.0)
-        if modules is not None:
-            check_patterns("modules", modules)
+        check_patterns("modules", modules, optional=True)
         self.alpha, self.modules = alpha, modules
         super().__init__()
         self.drawn: int | None = None  # the seed of the present batch's noise

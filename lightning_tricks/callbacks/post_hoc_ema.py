@@ -121,8 +121,7 @@ class PostHocEMA(Averaging):
             check_length(f"sigma_rels[{place}]", length)
         if len(set(sigma_rels)) < max(2, len(sigma_rels)):
             raise ValueError(f"sigma_rels must be two different lengths or more, got {sigma_rels!r}.")
-        if every_n_steps is not None:
-            check_count("every_n_steps", every_n_steps)
+        check_count("every_n_steps", every_n_steps, optional=True)
         self.sigma_rels = tuple(sigma_rels)
         self.every_n_steps = every_n_steps
         super().__init__()

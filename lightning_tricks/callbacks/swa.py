@@ -74,8 +74,7 @@ class SWA(AveragingCallback):
         at_end: Literal["averaged", "raw"] = "averaged",
     ) -> None:
         check_duration("start", start)
-        if every_n_steps is not None:
-            check_count("every_n_steps", every_n_steps)
+        check_count("every_n_steps", every_n_steps, optional=True)
         check_bool("recalibrate_batchnorm", recalibrate_batchnorm)
         check_choice("validate", validate, ("averaged", "raw", "both"))
         check_choice("at_end", at_end, ("averaged", "raw"))

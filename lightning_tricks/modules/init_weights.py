@@ -66,8 +66,7 @@ def init_weights(model: nn.Module, recipe: Recipe, *, modules: Patterns | None =
         He et al., arXiv 1502.01852; Goyal et al., arXiv 1706.02677 (zero_residual); timm's vision transformers.
     """
     check_choice("recipe", recipe, get_args(Recipe))
-    if modules is not None:
-        check_patterns("modules", modules)
+    check_patterns("modules", modules, optional=True)
     require_before_training(model, "init_weights")
     if modules is not None:
         layers = select_modules(model, modules)

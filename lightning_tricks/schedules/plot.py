@@ -58,8 +58,7 @@ def plot_schedule(
         >>> float(rates[0]), float(rates[9]), len(rates)
         (0.1, 1.0, 100)
     """
-    if steps is not None:
-        check_count("steps", steps)
+    check_count("steps", steps, optional=True)
     if isinstance(schedule, str):
         check_choice("schedule", schedule, CURVES)
         schedule = CURVES[schedule]

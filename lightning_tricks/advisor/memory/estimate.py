@@ -301,8 +301,7 @@ def _of_shapes(name: str, module: nn.Module) -> OptimizerLike:
 def _measure_activations(
     model: nn.Module | int, batch: Any, batch_size: int | None, layout: Layout, device: str, parts: Parts
 ) -> Activations | None:
-    if batch_size is not None:
-        check_count("batch_size", batch_size)
+    check_count("batch_size", batch_size, optional=True)
     if batch is None:
         if batch_size is not None:
             raise ValueError(f"batch_size={batch_size} needs batch=, an example batch of any size.")

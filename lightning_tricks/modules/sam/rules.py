@@ -63,11 +63,10 @@ class SAM:
         check_bool("adaptive", self.adaptive)
         check_range("eta", self.eta, 0.0)
         check_count("every_n_steps", self.every_n_steps)
-        if self.micro_batch_size is not None:
-            check_count("micro_batch_size", self.micro_batch_size)
-        if self.parameters is not None:
-            check_patterns("parameters", self.parameters)
-            object.__setattr__(self, "parameters", _hashable(self.parameters))
+        check_count("micro_batch_size", self.micro_batch_size, optional=True)
+        check_patterns("parameters", self.parameters, optional=True)
+        if self.parameters is not None and not isinstance(self.parameters, str):
+            object.__setattr__(self, "parameters", tuple(self.parameters))  # which is hashable
 
     def perturb_(
         self, weights: Sequence[Tensor], gradients: Sequence[Tensor], names: Sequence[str], norm: Norm = global_norm

@@ -66,8 +66,7 @@ class ShardedPreset(AtomicFolders, PresetStrategy, ModelParallelStrategy):
         if replicas != "nodes":
             check_count("replicas", replicas)
         check_bool("save_distributed_checkpoint", save_distributed_checkpoint)
-        if modules is not None:
-            check_patterns("modules", modules)
+        check_patterns("modules", modules, optional=True)
         check_type("process_group_backend", process_group_backend, str, NoneType)
         check_type("timeout", timeout, timedelta)
         self.offload = offload
