@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from typing_extensions import override
 
-from lightning_tricks.core.adapters.libraries import library
 from lightning_tricks.core.adapters.quantization import linear_layers
 from lightning_tricks.core.checks import check_bool, check_choice, some
 from lightning_tricks.core.conflicts import Conflict
+from lightning_tricks.core.install import library
 from lightning_tricks.core.lightning.engine import TORCH, Engine, require_engine
 from lightning_tricks.core.selection import Patterns, check_patterns
 from lightning_tricks.core.trick import Trick

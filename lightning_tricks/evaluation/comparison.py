@@ -5,17 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from math import isfinite, nan
 from statistics import fmean, median, stdev
-from typing import TYPE_CHECKING, Any, Literal, final
+from typing import Any, Literal, final
 
 from typing_extensions import override
 
-from lightning_tricks.core.figures import figure_and_axes
+from lightning_tricks.core.figures import Axes, Figure, figure_and_axes
 from lightning_tricks.core.report import Grid, Tabled
 from lightning_tricks.evaluation.statistics import Interval, paired_difference
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 Run = dict[str, Any]  # of one fit: "metrics" by name, "seconds", "epochs", "steps"; or "error" alone
 Mode = Literal["max", "min"]

@@ -7,13 +7,13 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import lightning as L
 
 from lightning_tricks.checkpoints.files import folder_of
 from lightning_tricks.core.checks import check_bool, check_count, check_range
-from lightning_tricks.core.figures import figure_and_axes
+from lightning_tricks.core.figures import Axes, Figure, figure_and_axes
 from lightning_tricks.core.report import table
 from lightning_tricks.evaluation.fold_data import FoldData, MakeLoader
 from lightning_tricks.evaluation.fold_runs import RESULTS, FoldRuns
@@ -21,10 +21,6 @@ from lightning_tricks.evaluation.folds import Fold, fingerprint, make_folds
 from lightning_tricks.evaluation.plan import require_lock, require_plan, write_json
 from lightning_tricks.evaluation.predictions import out_of_fold
 from lightning_tricks.evaluation.statistics import Interval, mean_and_interval
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 __all__ = ["CrossValidation", "cross_validate"]
 

@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_tricks.core.adapters.libraries import library
 from lightning_tricks.core.checks import check_count
+from lightning_tricks.core.install import library
 from lightning_tricks.core.lightning.before_training import require_before_training
 from lightning_tricks.core.output_hooks import hook_output
 from lightning_tricks.core.selection import Patterns, check_patterns, last_norms, select_modules
