@@ -157,7 +157,6 @@ class Distill(TeachingCallback):
         Conflict(
             ("TokenMean",),
             "a batch counts as the targets of its loss, and the distance to the teacher is a mean over others",
-            "Remove one of them",
         ),
         Conflict(
             ("HiddenMixup",),

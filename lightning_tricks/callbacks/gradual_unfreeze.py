@@ -98,9 +98,7 @@ class GradualUnfreeze(StagedCallback):
     """
 
     durations = ("at",)
-    conflicts = (
-        Conflict(("BaseFinetuning",), "both freeze parameters and decide when they train", "Remove one of them"),
-    )
+    conflicts = (Conflict(("BaseFinetuning",), "both freeze parameters and decide when they train"),)
 
     def __init__(
         self,

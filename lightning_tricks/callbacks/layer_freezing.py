@@ -133,15 +133,10 @@ class LayerFreezing(StagedCallback):
 
     durations = ("start", "stop")
     conflicts = (
-        Conflict(
-            ("BaseFinetuning", "GradualUnfreeze"),
-            "both freeze parameters and decide when they train",
-            "Remove one of them",
-        ),
+        Conflict(("BaseFinetuning", "GradualUnfreeze"), "both freeze parameters and decide when they train"),
         Conflict(
             ("ScheduleFree",),
             "a frozen weight would keep its training value instead of the average that ScheduleFree validates",
-            "Remove one of them",
         ),
     )
 

@@ -103,7 +103,7 @@ class LRSchedule(Trick):
 
     conflicts = (
         *CONFLICTS,
-        Conflict(("LRSchedule",), "both would set the learning rate", "Remove one of them"),
+        Conflict(("LRSchedule",), "both would set the learning rate"),
         Conflict(
             ("BackboneFinetuning",),
             "it sets the learning rate of the backbone in every epoch, and the schedule in every step",

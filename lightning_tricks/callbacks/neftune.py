@@ -69,7 +69,7 @@ class NEFTune(EveryBatchCallback):
 
     order = -1  # before samples are compared by their losses
     conflicts = (
-        Conflict(("NEFTune",), "both add noise to embeddings, whose scales do not add up", "Remove one of them"),
+        Conflict(("NEFTune",), "both add noise to embeddings, whose scales do not add up"),
         Conflict(
             ("tensor_parallel",),
             "an embedding may be in shards, whose noise is not that of the whole",

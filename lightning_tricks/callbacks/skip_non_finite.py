@@ -68,7 +68,6 @@ class SkipNonFinite(Trick):
         Conflict(
             ("TerminateOnNonFinite",),
             "training stops at the first loss or gradient that is not finite, so no step is ever skipped",
-            "Remove one of them",
             warns=True,
         ),
     )

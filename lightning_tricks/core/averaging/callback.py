@@ -55,7 +55,6 @@ class AveragingCallback(Averaging):
         Conflict(
             ("WeightAveraging", "StochasticWeightAveraging"),
             "both put averaged weights into the module, for validation, checkpoints or at the end",
-            "Remove one of them",
         ),
     )
     durations = ("start",)
