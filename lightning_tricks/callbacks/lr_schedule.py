@@ -24,7 +24,7 @@ from lightning_tricks.core.lightning.trainer import is_fitting
 from lightning_tricks.core.trick import Trick
 from lightning_tricks.schedules import PlateauLR, reduce_on_plateau, swa_tail
 from lightning_tricks.schedules.arguments import check_settings, count_steps
-from lightning_tricks.schedules.by_name import CURVES
+from lightning_tricks.schedules.factories import CURVES
 from lightning_tricks.schedules.planned import Schedule
 from lightning_tricks.schedules.scaling import is_scaled
 from lightning_tricks.schedules.scheduler import CONFLICTS

@@ -59,7 +59,7 @@ def run(options: argparse.Namespace) -> None:
     """Run the command."""
     from lightning_tricks import schedules
     from lightning_tricks.callbacks import LRSchedule
-    from lightning_tricks.schedules.by_name import CURVES as BY_NAME
+    from lightning_tricks.schedules.factories import CURVES as BY_NAME
     from lightning_tricks_cli.runs.picture import check_picture, picture
 
     common = ("command", "curve", "debug", "others", "output", "parser", "run", "steps")
