@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_tricks.core.checks import check_bool, check_count, check_range, check_type
+from lightning_tricks.core.lightning.optimizer_groups import weights_of
 from lightning_tricks.core.selection import check_patterns, select_parameters
 from lightning_tricks.core.weights.tensors import global_norm
 
@@ -174,9 +175,7 @@ def asam_perturb_(
 
 def perturbed_weights(module: nn.Module, sam: SAM, optimizers: Sequence[Any]) -> dict[Tensor, str]:
     """The weights that are perturbed with their names, which are looked up only where settings need them."""
-    trained = [
-        w for optimizer in optimizers for group in optimizer.param_groups for w in group["params"] if w.requires_grad
-    ]
+    trained = [weight for optimizer in optimizers for weight in weights_of(optimizer) if weight.requires_grad]
     if not sam.adaptive and sam.parameters is None:
         return dict.fromkeys(trained, "")
     names = {weight: name for name, weight in module.named_parameters()}
