@@ -18,7 +18,7 @@ from lightning_tricks.core.report import table
 from lightning_tricks.evaluation.fold_data import FoldData, MakeLoader
 from lightning_tricks.evaluation.fold_runs import RESULTS, FoldRuns
 from lightning_tricks.evaluation.folds import Fold, fingerprint, make_folds
-from lightning_tricks.evaluation.plan import require_lock, require_plan, write_json
+from lightning_tricks.evaluation.plan import finite, require_lock, require_plan, write_json
 from lightning_tricks.evaluation.predictions import out_of_fold
 from lightning_tricks.evaluation.statistics import Interval, mean_and_interval
 
@@ -110,20 +110,15 @@ class CrossValidation:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data without the predictions; what is not finite is None."""
-        intervals = {name: each._asdict() for name, each in self.intervals.items()}
         return {
-            "metrics": [_finite(row) for row in self.metrics],
-            "intervals": {name: _finite(each) for name, each in intervals.items()},
+            "metrics": finite(self.metrics),
+            "intervals": finite({name: each._asdict() for name, each in self.intervals.items()}),
             "checkpoints": [str(path) for path in self.checkpoints],
         }
 
     def to_json(self, path: str | os.PathLike[str]) -> None:
         """Write ``to_dict`` to a file, atomically."""
         write_json(Path(path), self.to_dict())
-
-
-def _finite(row: dict[str, float]) -> dict[str, float | None]:
-    return {name: value if math.isfinite(value) else None for name, value in row.items()}
 
 
 def cross_validate(
