@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, Literal, get_args
 
-import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -20,12 +20,8 @@ _MATRICES = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.
 _NORMS = (_BatchNorm, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
 
-def _trunc_normal(weight: torch.Tensor) -> None:
-    nn.init.trunc_normal_(weight, std=0.02)
-
-
-def _kaiming(weight: torch.Tensor) -> None:
-    nn.init.kaiming_normal_(weight, mode="fan_out", nonlinearity="relu")
+_trunc_normal = partial(nn.init.trunc_normal_, std=0.02)
+_kaiming = partial(nn.init.kaiming_normal_, mode="fan_out", nonlinearity="relu")
 
 
 def init_weights(model: nn.Module, recipe: Recipe, *, modules: Patterns | None = None) -> list[str]:

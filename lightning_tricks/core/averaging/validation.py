@@ -37,7 +37,8 @@ class RawMetrics:
     def record(self, step: int, metrics: Mapping[str, Tensor]) -> None:
         """Record every metric that was logged for both."""
         for name, value in metrics.items():
-            raw = metrics.get(_with_suffix(name), metrics.get(name + RAW))  # a module's own name may end in _step
+            suffixed = _FORKS.sub(rf"{RAW}\g<0>", name, count=1)  # before what Lightning appends to a name
+            raw = metrics.get(suffixed, metrics.get(name + RAW))  # a module's own name may end in _step
             if raw is not None:
                 self._rows.setdefault(name, []).append((step, float(value), float(raw)))
 
@@ -63,8 +64,3 @@ class RawMetrics:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load the metrics from a state, in which a checkpoint of XLA has lists in place of tuples."""
         self._rows = {name: [tuple(row) for row in rows] for name, rows in state.items()}
-
-
-def _with_suffix(name: str) -> str:
-    """The name of the raw weights' metric: the suffix stands before what Lightning appends to a name."""
-    return _FORKS.sub(rf"{RAW}\g<0>", name, count=1)

@@ -200,8 +200,4 @@ def selected_names(module: nn.Module, parameters: str | Sequence[str]) -> set[st
     return set(select_parameters(module, parameters))
 
 
-def _hashable(patterns: str | Sequence[str]) -> str | tuple[str, ...]:
-    return patterns if isinstance(patterns, str) else tuple(patterns)
-
-
 torch.serialization.add_safe_globals([SAM])  # a checkpoint with a SAM among its hyperparameters loads weights_only
