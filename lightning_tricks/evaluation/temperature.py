@@ -150,9 +150,7 @@ def _check(logits: Tensor, targets: Tensor) -> None:
 
 
 def fit_temperature(
-    module: nn.Module,
-    loader: Iterable[Any],
-    predict: Callable[[Any, Any], tuple[Tensor, Tensor]] | None = None,
+    module: nn.Module, loader: Iterable[Any], predict: Callable[[Any, Any], tuple[Tensor, Tensor]] | None = None
 ) -> Temperature:
     """Fit the temperature of a classifier on held-out data: ``softmax(logits / T)`` with the lowest ``-log p(target)``.
 

@@ -112,11 +112,7 @@ def run(
     L.seed_everything(seed, verbose=False)
     module = (SharpDigits if "SAM" in tricks else Digits)(schedule="flat_cos" in tricks, lr=LR)
     curves = Curves(*data["val"])
-    trainer = L.Trainer(
-        max_epochs=epochs,
-        **QUIET,
-        callbacks=[*([lt.EMA()] if "EMA" in tricks else []), curves],
-    )
+    trainer = L.Trainer(max_epochs=epochs, **QUIET, callbacks=[*([lt.EMA()] if "EMA" in tricks else []), curves])
     start = time.perf_counter()
     # Lists of (image, label) pairs are faster to index than a TensorDataset.
     train, val = (list(zip(*data[part], strict=True)) for part in ("train", "val"))

@@ -21,15 +21,8 @@ from lightning_tricks.core.report import Grid, Tabled, readable
 __all__ = ["TrainingPlan", "suggest_plan"]
 
 COLUMNS = (
-    "strategy",
-    "batch",
-    "accumulate",
-    "checkpointing",
-    "each device",
-    "tokens/s",
-    "of the peak",
-    "step",
-    "speed",
+    *("strategy", "batch", "accumulate", "checkpointing"),
+    *("each device", "tokens/s", "of the peak", "step", "speed"),
 )
 
 
