@@ -52,6 +52,7 @@ def init_weights(model: nn.Module, recipe: Recipe, *, modules: Patterns | None =
         MisconfigurationException: When called in a fit that has made its optimizers.
 
     Example:
+        >>> import torch
         >>> model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 2))
         >>> init_weights(model, "trunc_normal", modules="^0")
         ['0.weight', '0.bias']
