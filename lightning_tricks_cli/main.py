@@ -41,11 +41,7 @@ COMMANDS = (
     *(average, export, consolidate, completion),
 )
 # Headings in the help, by the first command below each.
-GROUPS = {
-    "fit": "training",
-    "recommend": "looking",
-    "average": "files",
-}
+GROUPS = {"fit": "training", "recommend": "looking", "average": "files"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -92,7 +88,10 @@ def parser() -> argparse.ArgumentParser:
         dest="command", required=True, metavar="COMMAND", title="commands", parser_class=_Parser
     )
     for command in COMMANDS:
+        known = set(commands.choices)
         command.add(commands)
+        for name in commands.choices.keys() - known:
+            commands.choices[name].set_defaults(run=command.run)
     for command_parser in commands.choices.values():
         command_parser.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help=debug_help)
         command_parser.allow_abbrev = False  # `--step` for `--steps` is a mistake, or another option tomorrow.

@@ -129,9 +129,7 @@ class BatchTrial(UndoneFit):
         self._has_begun = True
 
     @override
-    def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
         over_margin = self._is_over_margin(trainer.strategy.root_device)
         self._share_outcome(trainer, _OUT_OF_MEMORY if over_margin else _FITS)
         if self._outcome != _FITS:
@@ -322,9 +320,10 @@ def find_batch_size(
         (16, 4)
     """
     check_range("margin", margin, 0.0, 1.0, below=True)
-    for name, value in (("initial", initial), ("steps", steps), ("effective", effective), ("max_size", max_size)):
-        if value is not None or name in ("initial", "steps"):
-            check_count(name, value)  # type: ignore[arg-type]
+    check_count("initial", initial)
+    check_count("steps", steps)
+    check_count("effective", effective, optional=True)
+    check_count("max_size", max_size, optional=True)
     if steps < 2:
         raise ValueError(f"steps must be at least 2, got {steps}: the first one makes the optimizer states.")
     require_undoable(trainer, module, train_dataloaders, "find_batch_size")

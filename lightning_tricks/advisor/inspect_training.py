@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 import lightning as L
 from lightning.pytorch.utilities import rank_zero_info
@@ -19,7 +19,7 @@ from typing_extensions import override
 from lightning_tricks.advisor.layer_statistics import LayerStatistics, Look
 from lightning_tricks.checkpoints.files import folder_of
 from lightning_tricks.core.checks import check_count
-from lightning_tricks.core.figures import pyplot
+from lightning_tricks.core.figures import Axes, Figure, pyplot
 from lightning_tricks.core.lightning.trainer import is_fitting
 from lightning_tricks.core.replay.undone_fit import UndoneFit, require_undoable
 from lightning_tricks.core.report import Grid, Tabled, plain_table
@@ -27,10 +27,6 @@ from lightning_tricks.core.safe_load.atomic_file import atomic_write
 from lightning_tricks.core.safe_load.own_folder import unused
 from lightning_tricks.core.weights.gradients import GradientCallback
 from lightning_tricks.core.weights.local import LocalWeights
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 __all__ = ["InspectTraining", "TrainingInspection", "inspect_training"]
 
@@ -156,9 +152,7 @@ class Inspector(GradientCallback):
         """Called when it has looked."""
 
     @override
-    def on_train_batch_start(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
         if self._look is None and self._is_due(trainer):
             assert self._weights is not None, "set in setup"
             self._weights.reshard()
@@ -177,9 +171,7 @@ class Inspector(GradientCallback):
         self._look.gradients(parameters)
 
     @override
-    def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
         if self._look is not None and trainer.global_step >= self._look.first + self.steps:
             self._end(trainer)
 

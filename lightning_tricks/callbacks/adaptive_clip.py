@@ -132,8 +132,7 @@ class AdaptiveClip(GradientCallback):
         check_range("clip_factor", clip_factor, 0.0, 1e30)
         check_range("eps", eps, 0.0, 1e30)
         for argument, patterns in (("parameters", parameters), ("exclude", exclude)):
-            if patterns is not None:
-                check_patterns(argument, patterns)
+            check_patterns(argument, patterns, optional=True)
         super().__init__()
         self.clip_factor = clip_factor
         self.eps = eps

@@ -121,8 +121,7 @@ class AutoClip(GradientCallback):
 
     def __init__(self, percentile: float = 10, *, history: int | None = 1000) -> None:
         check_range("percentile", percentile, 0, 100)
-        if history is not None:
-            check_count("history", history)
+        check_count("history", history, optional=True)
         super().__init__()
         self.percentile = percentile
         self.history = history
@@ -169,9 +168,7 @@ class AutoClip(GradientCallback):
         scale_down_(parts, norm, limit)
 
     @override
-    def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
         if self._last:
             log_every_n_steps(trainer, self._metrics)
 

@@ -97,11 +97,7 @@ class BatchSizeWarmup(EpochPlan, Trick):
     """
 
     conflicts = (
-        Conflict(
-            ("GradientAccumulationScheduler",),
-            "both decide how many batches are accumulated",
-            "Remove one of them",
-        ),
+        Conflict(("GradientAccumulationScheduler",), "both decide how many batches are accumulated"),
         Conflict(
             ("accumulate_grad_batches",),
             'with grow="accumulate" both decide how many batches are accumulated',

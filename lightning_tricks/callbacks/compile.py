@@ -89,8 +89,7 @@ class Compile(Trick):
         fallback: bool = True,
         backend: str = "inductor",
     ) -> None:
-        if modules is not None:
-            check_patterns("modules", modules)
+        check_patterns("modules", modules, optional=True)
         check_choice("mode", mode, MODES)
         check_bool("fallback", fallback)
         check_choice("backend", backend, torch.compiler.list_backends(exclude_tags=()))
@@ -170,9 +169,7 @@ class Compile(Trick):
             self._require_call(pl_module)
 
     @override
-    def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
         if trainer.global_step:
             self._require_call(pl_module)
 

@@ -157,7 +157,6 @@ class Distill(TeachingCallback):
         Conflict(
             ("TokenMean",),
             "a batch counts as the targets of its loss, and the distance to the teacher is a mean over others",
-            "Remove one of them",
         ),
         Conflict(
             ("HiddenMixup",),
@@ -465,10 +464,8 @@ class Distill(TeachingCallback):
         return found
 
     @override
-    def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any) -> None:
+        super().on_train_batch_end(trainer, pl_module, *args)
         value = self._value
         if value is not None:
             log_every_n_steps(trainer, lambda: {"tricks/distill_loss": value})

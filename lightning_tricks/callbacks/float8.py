@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from typing_extensions import override
 
-from lightning_tricks.core.adapters.libraries import library
 from lightning_tricks.core.adapters.quantization import linear_layers
 from lightning_tricks.core.checks import check_bool, check_choice, some
 from lightning_tricks.core.conflicts import Conflict
+from lightning_tricks.core.install import library
 from lightning_tricks.core.lightning.engine import TORCH, Engine, require_engine
 from lightning_tricks.core.selection import Patterns, check_patterns
 from lightning_tricks.core.trick import Trick
@@ -112,8 +112,7 @@ class Float8(Trick):
         self, modules: Patterns | None = None, *, recipe: Recipe = "tensorwise", emulate: bool = False
     ) -> None:
         super().__init__()
-        if modules is not None:
-            check_patterns("modules", modules)
+        check_patterns("modules", modules, optional=True)
         check_choice("recipe", recipe, get_args(Recipe))
         check_bool("emulate", emulate)
         self.modules, self.recipe, self.emulate = modules, recipe, emulate

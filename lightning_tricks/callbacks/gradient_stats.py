@@ -102,9 +102,7 @@ class GradientStats(GradientCallback):
 
     @override
     @torch.no_grad()
-    def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
         measured, self._measured = self._measured, []
         if not measured:
             return

@@ -14,6 +14,7 @@ from typing_extensions import override
 from lightning_tricks.core.checks import check_choice, check_duration, check_range, examples
 from lightning_tricks.core.conflicts import Conflict
 from lightning_tricks.core.lightning.fit import plan_step
+from lightning_tricks.core.lightning.optimizer_groups import weights_of
 from lightning_tricks.core.selection import check_patterns
 from lightning_tricks.core.weights.stages import StagedCallback, Stages, groups_by_pattern
 from lightning_tricks.core.weights.tensors import trainable
@@ -98,9 +99,7 @@ class GradualUnfreeze(StagedCallback):
     """
 
     durations = ("at",)
-    conflicts = (
-        Conflict(("BaseFinetuning",), "both freeze parameters and decide when they train", "Remove one of them"),
-    )
+    conflicts = (Conflict(("BaseFinetuning",), "both freeze parameters and decide when they train"),)
 
     def __init__(
         self,
@@ -140,12 +139,7 @@ class GradualUnfreeze(StagedCallback):
     @override
     def _optimizers_made(self, trainer: L.Trainer, stages: Stages) -> None:
         named = stages.named()
-        held = {
-            id(parameter)
-            for optimizer in trainer.optimizers
-            for g in optimizer.param_groups
-            for parameter in g["params"]
-        }
+        held = {id(weight) for optimizer in trainer.optimizers for weight in weights_of(optimizer)}
         if lost := [name for name in stages.names() if id(named[name]) not in held]:
             raise MisconfigurationException(
                 f"GradualUnfreeze: the optimizers must have every parameter that will train, {len(lost)} are in none:"

@@ -133,15 +133,10 @@ class LayerFreezing(StagedCallback):
 
     durations = ("start", "stop")
     conflicts = (
-        Conflict(
-            ("BaseFinetuning", "GradualUnfreeze"),
-            "both freeze parameters and decide when they train",
-            "Remove one of them",
-        ),
+        Conflict(("BaseFinetuning", "GradualUnfreeze"), "both freeze parameters and decide when they train"),
         Conflict(
             ("ScheduleFree",),
             "a frozen weight would keep its training value instead of the average that ScheduleFree validates",
-            "Remove one of them",
         ),
     )
 
@@ -158,8 +153,7 @@ class LayerFreezing(StagedCallback):
             check_duration(name, duration)
         if type(start) is type(stop) and stop < start:
             raise ValueError(f"stop must not be before start, got start={start} and stop={stop}: exchange them.")
-        if parameters is not None:
-            check_patterns("parameters", parameters)
+        check_patterns("parameters", parameters, optional=True)
         super().__init__()
         self.fraction, self.start, self.stop, self.parameters = fraction, start, stop, parameters
 

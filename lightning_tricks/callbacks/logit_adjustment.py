@@ -54,7 +54,7 @@ class LogitAdjustment(EveryBatchCallback):
     """
 
     order = -1  # before samples are compared by their losses
-    conflicts = (Conflict(("LogitAdjustment",), "the second one would adjust the logits again", "Remove one of them"),)
+    conflicts = (Conflict(("LogitAdjustment",), "the second one would adjust the logits again"),)
 
     def __init__(self, *, tau: float = 1.0, target: Names = None) -> None:
         check_range("tau", tau, 0.0)

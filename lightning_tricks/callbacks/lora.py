@@ -47,13 +47,7 @@ from lightning_tricks.core.lightning.engine import TORCH, UNSHARDED, Engine, eng
 from lightning_tricks.core.lightning.next_step import around_next_step
 from lightning_tricks.core.lightning.optimizer_groups import recorded_groups
 from lightning_tricks.core.lightning.patching import wrap_method
-from lightning_tricks.core.lightning.trainer import (
-    callbacks_of,
-    extremes,
-    is_fitting,
-    launches_processes,
-    saves_folder,
-)
+from lightning_tricks.core.lightning.trainer import callbacks_of, extremes, is_fitting, launches_processes, saves_folder
 from lightning_tricks.core.replay.undone_fit import is_trial
 from lightning_tricks.core.selection import check_patterns
 from lightning_tricks.core.trick import Trick

@@ -18,13 +18,13 @@ from typing_extensions import override
 from lightning_tricks.core.checks import check_bool, check_choice
 from lightning_tricks.core.conflicts import Conflict
 from lightning_tricks.core.lightning.engine import engine_of
-from lightning_tricks.core.lightning.optimizer_groups import recorded_groups, restore_groups
+from lightning_tricks.core.lightning.optimizer_groups import recorded_groups, restore_groups, weights_of
 from lightning_tricks.core.lightning.steps import UnknownTotalSteps
 from lightning_tricks.core.lightning.trainer import is_fitting
 from lightning_tricks.core.trick import Trick
 from lightning_tricks.schedules import PlateauLR, reduce_on_plateau, swa_tail
 from lightning_tricks.schedules.arguments import check_settings, count_steps
-from lightning_tricks.schedules.by_name import CURVES
+from lightning_tricks.schedules.factories import CURVES
 from lightning_tricks.schedules.planned import Schedule
 from lightning_tricks.schedules.scaling import is_scaled
 from lightning_tricks.schedules.scheduler import CONFLICTS
@@ -103,7 +103,7 @@ class LRSchedule(Trick):
 
     conflicts = (
         *CONFLICTS,
-        Conflict(("LRSchedule",), "both would set the learning rate", "Remove one of them"),
+        Conflict(("LRSchedule",), "both would set the learning rate"),
         Conflict(
             ("BackboneFinetuning",),
             "it sets the learning rate of the backbone in every epoch, and the schedule in every step",
@@ -194,7 +194,7 @@ class LRSchedule(Trick):
     def _drop_schedules(self, trainer: L.Trainer, optimizer: Optimizer) -> list[Any]:
         """Leave out the schedules that the module has returned, and return them."""
         configs = trainer.strategy.lr_scheduler_configs
-        parameters = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        parameters = set(map(id, weights_of(optimizer)))
         if configs and not parameters <= self._held:  # others may have split the groups since
             raise MisconfigurationException(
                 f"LRSchedule(replace=True) needs the learning rate that {type(optimizer).__name__} was made with, and"

@@ -80,7 +80,7 @@ class MoEBalance(Trick):
         Wang et al., arXiv 2408.15664.
     """
 
-    conflicts = (Conflict(("MoEBalance",), "both would move the biases of the routers", "Remove one of them"),)
+    conflicts = (Conflict(("MoEBalance",), "both would move the biases of the routers"),)
 
     def __init__(self, rate: float = 1e-3) -> None:
         super().__init__()

@@ -69,7 +69,7 @@ class NEFTune(EveryBatchCallback):
 
     order = -1  # before samples are compared by their losses
     conflicts = (
-        Conflict(("NEFTune",), "both add noise to embeddings, whose scales do not add up", "Remove one of them"),
+        Conflict(("NEFTune",), "both add noise to embeddings, whose scales do not add up"),
         Conflict(
             ("tensor_parallel",),
             "an embedding may be in shards, whose noise is not that of the whole",
@@ -79,8 +79,7 @@ class NEFTune(EveryBatchCallback):
 
     def __init__(self, alpha: float = 5.0, modules: str | Sequence[str] | None = None) -> None:
         check_range("alpha", alpha, 0.0)
-        if modules is not None:
-            check_patterns("modules", modules)
+        check_patterns("modules", modules, optional=True)
         self.alpha, self.modules = alpha, modules
         super().__init__()
         self.drawn: int | None = None  # the seed of the present batch's noise
@@ -153,10 +152,8 @@ class NEFTune(EveryBatchCallback):
             )
 
     @override
-    def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any) -> None:
+        super().on_train_batch_end(trainer, pl_module, *args)
         self.drawn = None
 
 

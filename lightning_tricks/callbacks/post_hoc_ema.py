@@ -121,8 +121,7 @@ class PostHocEMA(Averaging):
             check_length(f"sigma_rels[{place}]", length)
         if len(set(sigma_rels)) < max(2, len(sigma_rels)):
             raise ValueError(f"sigma_rels must be two different lengths or more, got {sigma_rels!r}.")
-        if every_n_steps is not None:
-            check_count("every_n_steps", every_n_steps)
+        check_count("every_n_steps", every_n_steps, optional=True)
         self.sigma_rels = tuple(sigma_rels)
         self.every_n_steps = every_n_steps
         super().__init__()
@@ -219,9 +218,7 @@ class PostHocEMA(Averaging):
                     self._track(averages)
 
     @override
-    def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
         self.catch_up(trainer)
         step, due = self._steps_so_far, self._steps_so_far % self._every == 0
         if step < self._saved:  # a rewind has taken steps back

@@ -104,8 +104,7 @@ class QAT(Trick):
     ) -> None:
         super().__init__()
         check_precision(precision)
-        if modules is not None:
-            check_patterns("modules", modules)
+        check_patterns("modules", modules, optional=True)
         check_duration("start", start)
         self.precision, self.modules, self.start = precision, modules, start
         self._rounds = False

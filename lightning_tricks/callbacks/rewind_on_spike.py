@@ -242,9 +242,7 @@ class RewindOnSpike(Trick):
         self._slow_until = snapshot.step + self.lr_steps
 
     @override
-    def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
         log_every_n_steps(trainer, lambda: {"tricks/rewinds": float(self.rewinds)})
 
     @override
@@ -281,10 +279,8 @@ class Snapshot:
             for callback in callbacks_of(trainer, Averaging)  # type: ignore[type-abstract]
             for averages in callback.running().values()
         ]
-        schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
-        self._stateful = [
-            (stateful, copy.deepcopy(stateful.state_dict())) for stateful in (*schedulers, *_scalers(trainer))
-        ]
+        stateful = [*(config.scheduler for config in trainer.lr_scheduler_configs), grad_scaler(trainer)]
+        self._stateful = [(one, copy.deepcopy(one.state_dict())) for one in stateful if one is not None]
         self._random = random_state(module.device)
         self._wait = reached(module.device)  # the device writes the copies while the host goes on
 
@@ -319,11 +315,6 @@ def _settings(optimizer: Optimizer) -> list[dict[str, Any]]:
         {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
         for group in optimizer.param_groups
     ]
-
-
-def _scalers(trainer: L.Trainer) -> list[Any]:
-    scaler = grad_scaler(trainer)
-    return [] if scaler is None else [scaler]
 
 
 def _host(tensor: Tensor) -> Tensor:

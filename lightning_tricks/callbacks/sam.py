@@ -56,7 +56,7 @@ class SAMCallback(SAMHooks):
     name = "SAMCallback"
     conflicts = (
         *SAMHooks.conflicts,
-        Conflict(("SAMHooks",), "every training step would be perturbed by both", "Remove one of them"),
+        Conflict(("SAMHooks",), "every training step would be perturbed by both"),
     )
 
     def __init__(

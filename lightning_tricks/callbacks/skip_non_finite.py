@@ -68,7 +68,6 @@ class SkipNonFinite(Trick):
         Conflict(
             ("TerminateOnNonFinite",),
             "training stops at the first loss or gradient that is not finite, so no step is ever skipped",
-            "Remove one of them",
             warns=True,
         ),
     )
@@ -138,9 +137,7 @@ class SkipNonFinite(Trick):
             raise SkipStep
 
     @override
-    def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
         log_every_n_steps(trainer, lambda: {"tricks/skipped_steps": float(self.skipped_steps)})
 
     @override

@@ -154,19 +154,13 @@ class StepInBackward(Trick):
         Conflict(
             ("accumulate_grad_batches", "GradientAccumulationScheduler", "BatchSizeWarmup"),
             "a weight is stepped by the gradient of one batch, and none is kept to add the next one to",
-            "Remove one of them",
         ),
         Conflict(
             ("GradientCallback", "SkipNonFinite", "RewindOnSpike", "TerminateOnNonFinite"),
             "weights are stepped and gradients are freed before the other trick can look at them",
-            "Remove one of them",
         ),
-        Conflict(
-            ("SAMHooks",),
-            "SAM needs the gradients of all weights before the first is stepped",
-            "Remove one of them",
-        ),
-        Conflict(("StepInBackward",), "the second one would find no gradients", "Remove one of them"),
+        Conflict(("SAMHooks",), "SAM needs the gradients of all weights before the first is stepped"),
+        Conflict(("StepInBackward",), "the second one would find no gradients"),
         Conflict(
             ("ModelCheckpoint", "OnExceptionCheckpoint"),
             "an error in the backward pass leaves some weights stepped and others not, which would be saved",

@@ -74,8 +74,7 @@ class SWA(AveragingCallback):
         at_end: Literal["averaged", "raw"] = "averaged",
     ) -> None:
         check_duration("start", start)
-        if every_n_steps is not None:
-            check_count("every_n_steps", every_n_steps)
+        check_count("every_n_steps", every_n_steps, optional=True)
         check_bool("recalibrate_batchnorm", recalibrate_batchnorm)
         check_choice("validate", validate, ("averaged", "raw", "both"))
         check_choice("at_end", at_end, ("averaged", "raw"))
@@ -96,10 +95,8 @@ class SWA(AveragingCallback):
             require_recalibration(self, trainer, pl_module, "pass recalibrate_batchnorm=False")
 
     @override
-    def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any) -> None:
+        super().on_train_batch_end(trainer, pl_module, *args)
         if trainer.is_last_batch:
             self._end_epoch()  # the epoch's last step may have been in an earlier batch
 

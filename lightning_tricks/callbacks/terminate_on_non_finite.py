@@ -102,9 +102,7 @@ class TerminateOnNonFinite(Trick):
         self._window.end(pl_module)
 
     @override
-    def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
         self._batch = None
 
     @override

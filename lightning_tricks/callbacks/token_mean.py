@@ -79,7 +79,7 @@ class TokenMean(EveryBatchCallback):
             "Remove across_ranks",
             lambda trick, other: other.across_ranks,
         ),
-        Conflict(("TokenMean",), "the second one would weigh the batches once more", "Remove one of them"),
+        Conflict(("TokenMean",), "the second one would weigh the batches once more"),
     )
 
     def __init__(self, count: Count | None = None, *, ignore_index: int = -100) -> None:

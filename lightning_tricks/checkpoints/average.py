@@ -12,15 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_tricks.checkpoints.files import (
-    PathLike,
-    check_output,
-    is_lightning,
-    load,
-    path_of,
-    save,
-    weights_in,
-)
+from lightning_tricks.checkpoints.files import PathLike, check_output, is_lightning, load, path_of, save, weights_in
 from lightning_tricks.core.adapters.record import found_in
 from lightning_tricks.core.checks import check_range, check_type, some
 from lightning_tricks.core.report import progress

@@ -131,7 +131,8 @@ def _select(checkpoint: Mapping[str, Any], state: dict[str, Any], which: str, ca
         ValueError: If the checkpoint does not certainly have them.
     """
     callbacks = checkpoint.get("callbacks") or {}
-    averages = {key: saved for key, saved in callbacks.items() if _is_average(saved)}
+    saved_states = {key: saved for key, saved in callbacks.items() if isinstance(saved, dict)}
+    averages = {key: saved for key, saved in saved_states.items() if {"updates", "raw", "averaged"} <= saved.keys()}
     if callback is not None and callback not in averages:
         raise ValueError(f"no averages of the callback {callback!r}; there are those of: {some(averages) or 'none'}.")
     in_state_dict = [key for key, saved in averages.items() if saved["raw"]]  # Their raw weights are saved apart.
@@ -171,10 +172,6 @@ def selected_weights(
         return _select(checkpoint, weights_in(checkpoint, source), which, callback)
     except ValueError as error:
         raise ValueError(f"{source}: {error}") from error
-
-
-def _is_average(callback_state: Any) -> bool:
-    return isinstance(callback_state, dict) and {"updates", "raw", "averaged"} <= callback_state.keys()
 
 
 def _replace(state: dict[str, Any], values: Mapping[str, Tensor]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,12 +17,8 @@ from torch import Tensor
 from lightning_tricks.checkpoints.average import mean_tensor
 from lightning_tricks.checkpoints.files import load, path_of
 from lightning_tricks.core.checks import check_choice, check_count, check_range, check_type
-from lightning_tricks.core.figures import figure_and_axes
+from lightning_tricks.core.figures import Axes, Figure, figure_and_axes
 from lightning_tricks.core.report import progress
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 __all__ = ["PostHocSweep", "post_hoc_average", "post_hoc_sweep"]
 

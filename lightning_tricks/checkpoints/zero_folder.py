@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from lightning_tricks.checkpoints.stream import LazyTensor
-from lightning_tricks.core.install import pip_install
+from lightning_tricks.core.install import required
 from lightning_tricks.core.safe_load.damage import damage, zero_tag
 from lightning_tricks.core.safe_load.files import load_zero_file
 from lightning_tricks.core.safe_load.hyperparameters import refuse_instantiator
@@ -36,11 +36,9 @@ def zero_weights(folder: Path) -> dict[str, Any]:
         ImportError: If deepspeed is missing; the files hold objects of it.
         ValueError: If files are missing or contradict each other.
     """
-    try:
-        with redirect_stdout(sys.stderr):  # Its logger then writes to standard error.
-            import deepspeed  # noqa: F401
-    except ImportError as error:
-        raise ImportError(f"a DeepSpeed checkpoint needs the package deepspeed: {pip_install('deepspeed')}") from error
+    # DeepSpeed's logger then writes to standard error.
+    with required("a DeepSpeed checkpoint needs the package deepspeed", "deepspeed"), redirect_stdout(sys.stderr):
+        import deepspeed  # noqa: F401
     tag = zero_tag(folder)
     if experts := sorted(file.name for file in tag.glob("layer_*_expert_*")):
         raise ValueError(f"it has DeepSpeed's experts in files of their own ({experts[0]}), which are not joined here")

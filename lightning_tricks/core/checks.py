@@ -20,8 +20,10 @@ def check_range(name: str, value: float, low: float, high: float = float("inf"),
         raise ValueError(f"{name} must be in [{low}, {high}{end}, got {value!r}.")
 
 
-def check_count(name: str, value: int, least: int = 1) -> None:
-    """Raise unless ``value`` is an integer of at least ``least``."""
+def check_count(name: str, value: int | None, least: int = 1, *, optional: bool = False) -> None:
+    """Raise unless ``value`` is an integer of at least ``least``, or None with ``optional``."""
+    if optional and value is None:
+        return
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} must be an integer, got {value!r}.")
     if value < least:

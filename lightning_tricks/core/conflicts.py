@@ -22,14 +22,14 @@ class Conflict(NamedTuple):
     Args:
         others: Names of classes, which include their subclasses, or of settings of the Trainer.
         rule: The reason, as a clause.
-        remedy: The remedy, as a sentence without its full stop.
+        remedy: What to do instead, as a sentence without its full stop; by default "Remove one of them".
         when: Function of the trick and the other object: whether their settings conflict.
         warns: Whether it only warns, since the combination has its uses.
     """
 
     others: tuple[str, ...]
     rule: str
-    remedy: str
+    remedy: str = "Remove one of them"
     when: Callable[[Any, Any], bool] = lambda trick, other: True
     warns: bool = False
 

@@ -9,6 +9,10 @@ from lightning_tricks.core.install import pip_install
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+else:
+    Axes = Figure = Any
+
+__all__ = ["Axes", "Figure", "figure_and_axes", "pyplot"]
 
 
 def pyplot() -> Any:

@@ -8,11 +8,8 @@ import torch
 from lightning.pytorch.utilities.memory import garbage_collection_cuda, is_oom_error
 
 _OUT_OF_MEMORY_TEXTS = (
-    "out of memory",
-    "can't allocate memory",
-    "Cannot allocate memory",
-    "std::bad_alloc",
-    "ALLOC_FAILED",
+    *("out of memory", "can't allocate memory", "Cannot allocate memory"),
+    *("std::bad_alloc", "ALLOC_FAILED"),
 )
 
 

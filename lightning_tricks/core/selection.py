@@ -21,9 +21,12 @@ T = TypeVar("T")
 Patterns = str | Sequence[str]
 
 
-def check_patterns(argument: str, patterns: Patterns) -> None:
-    """Raise unless ``patterns`` is a regular expression, or a non-empty sequence of them."""
+def check_patterns(argument: str, patterns: Patterns | None, *, optional: bool = False) -> None:
+    """Raise unless ``patterns`` is a regular expression, a non-empty sequence of them, or None with ``optional``."""
+    if optional and patterns is None:
+        return
     check_strings(argument, patterns)
+    assert patterns is not None, "which is no string"
     for pattern in listed(patterns):
         compile_pattern(argument, pattern)
     if not listed(patterns):

@@ -95,8 +95,7 @@ class DistributedWeightedSampler(FitSampler):
         seed: int = 0,
     ) -> None:
         check_bool("replacement", replacement)
-        if num_samples is not None:
-            check_count("num_samples", num_samples)
+        check_count("num_samples", num_samples, optional=True)
         self.weights = checked_weights(weights)
         super().__init__("weights", shuffle=True, seed=seed, drop_last=False)
         self.num_samples = len(self.weights) if num_samples is None else num_samples  # torch's own is that of a rank

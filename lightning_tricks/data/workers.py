@@ -131,8 +131,7 @@ def find_num_workers(
     check_range("seconds", seconds, 0.0)
     check_count("rounds", rounds, least=2)
     cores = available_cores()
-    if most is not None:
-        check_count("most", most, least=0)
+    check_count("most", most, least=0, optional=True)
     largest = cores if most is None else most
     prefetch = loader.prefetch_factor or 2
     times: dict[int, list[float]] = {workers: [] for workers in candidates(largest)}

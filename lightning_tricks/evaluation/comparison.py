@@ -5,17 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from math import isfinite, nan
 from statistics import fmean, median, stdev
-from typing import TYPE_CHECKING, Any, Literal, final
+from typing import Any, Literal, final
 
 from typing_extensions import override
 
-from lightning_tricks.core.figures import figure_and_axes
+from lightning_tricks.core.figures import Axes, Figure, figure_and_axes
 from lightning_tricks.core.report import Grid, Tabled
+from lightning_tricks.evaluation.plan import finite
 from lightning_tricks.evaluation.statistics import Interval, paired_difference
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 Run = dict[str, Any]  # of one fit: "metrics" by name, "seconds", "epochs", "steps"; or "error" alone
 Mode = Literal["max", "min"]
@@ -163,8 +160,8 @@ class Comparison(Tabled):
             for arm in self.runs
         ]
         found = {"metric": self.metric, "mode": self.mode, "seeds": self.seeds, "notes": self.notes, "rows": rows}
-        finite: dict[str, Any] = _finite({**found, "runs": self.runs})
-        return finite
+        told: dict[str, Any] = finite({**found, "runs": self.runs})
+        return told
 
     def _told(self, arm: str, other: str) -> dict[str, Any]:
         difference = None if arm == other else self.difference(arm, other)
@@ -176,12 +173,3 @@ def _spelled(difference: Interval | None) -> str:
     if difference is None:
         return ""
     return f"{difference.mean:+.3g} ({difference.low:+.3g} to {difference.high:+.3g})"
-
-
-def _finite(value: Any) -> Any:
-    """The same data without NaN and infinity, which JSON lacks."""
-    if isinstance(value, Mapping):
-        return {key: _finite(each) for key, each in value.items()}
-    if isinstance(value, list):
-        return [_finite(each) for each in value]
-    return None if isinstance(value, float) and not isfinite(value) else value

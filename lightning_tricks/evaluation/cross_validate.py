@@ -7,24 +7,20 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import lightning as L
 
 from lightning_tricks.checkpoints.files import folder_of
 from lightning_tricks.core.checks import check_bool, check_count, check_range
-from lightning_tricks.core.figures import figure_and_axes
+from lightning_tricks.core.figures import Axes, Figure, figure_and_axes
 from lightning_tricks.core.report import table
 from lightning_tricks.evaluation.fold_data import FoldData, MakeLoader
 from lightning_tricks.evaluation.fold_runs import RESULTS, FoldRuns
 from lightning_tricks.evaluation.folds import Fold, fingerprint, make_folds
-from lightning_tricks.evaluation.plan import require_lock, require_plan, write_json
+from lightning_tricks.evaluation.plan import finite, require_lock, require_plan, write_json
 from lightning_tricks.evaluation.predictions import out_of_fold
 from lightning_tricks.evaluation.statistics import Interval, mean_and_interval
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 __all__ = ["CrossValidation", "cross_validate"]
 
@@ -114,20 +110,15 @@ class CrossValidation:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data without the predictions; what is not finite is None."""
-        intervals = {name: each._asdict() for name, each in self.intervals.items()}
         return {
-            "metrics": [_finite(row) for row in self.metrics],
-            "intervals": {name: _finite(each) for name, each in intervals.items()},
+            "metrics": finite(self.metrics),
+            "intervals": finite({name: each._asdict() for name, each in self.intervals.items()}),
             "checkpoints": [str(path) for path in self.checkpoints],
         }
 
     def to_json(self, path: str | os.PathLike[str]) -> None:
         """Write ``to_dict`` to a file, atomically."""
         write_json(Path(path), self.to_dict())
-
-
-def _finite(row: dict[str, float]) -> dict[str, float | None]:
-    return {name: value if math.isfinite(value) else None for name, value in row.items()}
 
 
 def cross_validate(

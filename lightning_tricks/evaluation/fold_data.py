@@ -47,7 +47,8 @@ class FoldData:
             self._datamodule = dataset
             dataset.prepare_data()
             dataset.setup("fit")
-            loaders = {} if hasattr(dataset, "fold_dataset") and loader else _own_loaders(dataset)
+            given = hasattr(dataset, "fold_dataset") and loader
+            loaders = {} if given else {True: dataset.train_dataloader(), False: dataset.val_dataloader()}
             self.train, self.validation, self.samples = _views(dataset, loaders)
             self._loader = loader or partial(_copied, loaders)
         else:
@@ -133,10 +134,6 @@ def _require_order(loader: Any, size: int) -> None:
             f"loader must make a validation loader with the {size} samples of its subset once, in their order, got"
             f" {found}: return DataLoader(subset, ..., shuffle=train), without drop_last for validation."
         )
-
-
-def _own_loaders(data: L.LightningDataModule) -> dict[bool, Any]:
-    return {True: data.train_dataloader(), False: data.val_dataloader()}
 
 
 def _views(data: Any, loaders: dict[bool, Any]) -> tuple[Any, Any, Sequence[int]]:

@@ -309,11 +309,7 @@ class _Writer(BasePredictionWriter):
 
     @override
     def write_on_epoch_end(
-        self,
-        trainer: L.Trainer,
-        pl_module: L.LightningModule,
-        predictions: Sequence[Any],
-        batch_indices: Sequence[Any],
+        self, trainer: L.Trainer, pl_module: L.LightningModule, predictions: Sequence[Any], batch_indices: Sequence[Any]
     ) -> None:
         batches = [list(map(int, batch)) for loader in batch_indices for batch in loader]
         part = {

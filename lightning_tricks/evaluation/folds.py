@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 
-from lightning_tricks.core.adapters.libraries import library
 from lightning_tricks.core.checks import check_count
+from lightning_tricks.core.install import library
 
 
 class Fold(NamedTuple):

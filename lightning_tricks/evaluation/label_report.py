@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -12,13 +11,9 @@ from typing_extensions import override
 
 from lightning_tricks.checkpoints.files import path_of
 from lightning_tricks.core.checks import check_range, check_type
-from lightning_tricks.core.figures import figure_and_axes
+from lightning_tricks.core.figures import Axes, Figure, figure_and_axes
 from lightning_tricks.core.report import Grid, Tabled, plain_table
 from lightning_tricks.evaluation.plan import write_json
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 __all__ = ["LabelReport", "label_report"]
 

@@ -10,6 +10,7 @@ import re
 import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from math import isfinite
 from pathlib import Path
 from typing import IO, Any
 
@@ -106,6 +107,15 @@ def _require_kept(folder: Path, lock: IO[str], error: Exception | None = None) -
         raise FileNotFoundError(
             f"{folder}, or the .lock in it, was removed while it was in use: start again."
         ) from error
+
+
+def finite(value: Any) -> Any:
+    """The same data without NaN and infinity, which JSON lacks."""
+    if isinstance(value, Mapping):
+        return {key: finite(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [finite(each) for each in value]
+    return None if isinstance(value, float) and not isfinite(value) else value
 
 
 def write_json(file: Path, what: Any) -> None:

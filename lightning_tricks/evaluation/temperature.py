@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -12,13 +12,9 @@ from lightning.pytorch.utilities import move_data_to_device
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from lightning_tricks.core.figures import figure_and_axes
+from lightning_tricks.core.figures import Axes, Figure, figure_and_axes
 from lightning_tricks.core.replay.rerun import modes_kept
 from lightning_tricks.evaluation.mean_output import require_logits
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 __all__ = ["Temperature", "fit_temperature"]
 
@@ -154,9 +150,7 @@ def _check(logits: Tensor, targets: Tensor) -> None:
 
 
 def fit_temperature(
-    module: nn.Module,
-    loader: Iterable[Any],
-    predict: Callable[[Any, Any], tuple[Tensor, Tensor]] | None = None,
+    module: nn.Module, loader: Iterable[Any], predict: Callable[[Any, Any], tuple[Tensor, Tensor]] | None = None
 ) -> Temperature:
     """Fit the temperature of a classifier on held-out data: ``softmax(logits / T)`` with the lowest ``-log p(target)``.
 

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from typing_extensions import override
 
 import lightning_tricks as lt
-from lightning_tricks.core.install import pip_install
+from lightning_tricks.core.install import required
 from lightning_tricks.examples.tasks import QUIET, Classifier, Split, TaskData, accuracy, mislabel
 
 SPLIT = (900, 300)  # Training and validation images; the other 597 are test images.
@@ -98,10 +98,8 @@ def load_digits(noise: float) -> Split:
 @cache
 def read_digits() -> tuple[Any, Any]:
     """All digits, read once a process."""
-    try:
+    with required("the demo needs scikit-learn", "demo"):
         from sklearn.datasets import load_digits as load
-    except ImportError as error:
-        raise ImportError(f"the demo needs scikit-learn: {pip_install('demo')}") from error
     read: tuple[Any, Any] = load(return_X_y=True)
     return read
 
@@ -114,11 +112,7 @@ def run(
     L.seed_everything(seed, verbose=False)
     module = (SharpDigits if "SAM" in tricks else Digits)(schedule="flat_cos" in tricks, lr=LR)
     curves = Curves(*data["val"])
-    trainer = L.Trainer(
-        max_epochs=epochs,
-        **QUIET,
-        callbacks=[*([lt.EMA()] if "EMA" in tricks else []), curves],
-    )
+    trainer = L.Trainer(max_epochs=epochs, **QUIET, callbacks=[*([lt.EMA()] if "EMA" in tricks else []), curves])
     start = time.perf_counter()
     # Lists of (image, label) pairs are faster to index than a TensorDataset.
     train, val = (list(zip(*data[part], strict=True)) for part in ("train", "val"))

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_tricks.core.install import pip_install
+from lightning_tricks.core.install import required
 from lightning_tricks.examples.tasks import Split, TaskData, mislabel
 
 SUBJECTS = {  # The first offset (included) and the last (excluded).
@@ -89,10 +89,8 @@ def load_glosses(noise: float) -> Split:
 @cache
 def read_glosses() -> dict[str, str]:
     """Read all glosses from timm, with the subject of each."""
-    try:
+    with required("the glosses need timm", "vision"):
         from timm.data import ImageNetInfo
-    except ImportError as error:
-        raise ImportError(f"the glosses need timm: {pip_install('vision')}") from error
     info = ImageNetInfo("imagenet21k_goog")
     subjects_of: dict[str, set[str]] = {}
     for synset in info.label_names():

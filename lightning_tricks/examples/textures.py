@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from lightning_tricks.core.install import pip_install
+from lightning_tricks.core.install import required
 from lightning_tricks.examples.tasks import Split, TaskData, mislabel
 
 PATCH = 32
@@ -41,10 +41,8 @@ def load_textures(noise: float) -> Split:
     test, so that no test patch touches a training patch. Patches are standardized with the training patches' mean and
     standard deviation.
     """
-    try:
+    with required("the textures need scikit-image", "vision"):
         from skimage import data
-    except ImportError as error:
-        raise ImportError(f"the textures need scikit-image: {pip_install('vision')}") from error
     photographs = torch.stack([torch.tensor(image()) for image in (data.brick, data.grass, data.gravel)]).float()
     # The dimensions are class, row, column, height and width.
     patches = photographs.unfold(1, PATCH, PATCH).unfold(2, PATCH, PATCH)

@@ -19,11 +19,7 @@ __all__ = ["clip_loss", "info_nce"]
 
 
 def info_nce(
-    queries: Tensor,
-    keys: Tensor,
-    *,
-    temperature: float | Tensor = 0.07,
-    gather: bool | dist.ProcessGroup = True,
+    queries: Tensor, keys: Tensor, *, temperature: float | Tensor = 0.07, gather: bool | dist.ProcessGroup = True
 ) -> Tensor:
     """The cross-entropy of finding each query's key among the keys of all devices.
 
@@ -61,11 +57,7 @@ def info_nce(
 
 
 def clip_loss(
-    images: Tensor,
-    texts: Tensor,
-    *,
-    temperature: float | Tensor = 0.07,
-    gather: bool | dist.ProcessGroup = True,
+    images: Tensor, texts: Tensor, *, temperature: float | Tensor = 0.07, gather: bool | dist.ProcessGroup = True
 ) -> Tensor:
     """The loss of CLIP: the mean of ``info_nce(images, texts)`` and ``info_nce(texts, images)``.
 

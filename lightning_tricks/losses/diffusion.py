@@ -13,11 +13,7 @@ __all__ = ["min_snr_weight"]
 
 
 def min_snr_weight(
-    alphas_cumprod: Tensor,
-    t: Tensor,
-    *,
-    gamma: float = 5.0,
-    prediction: Literal["epsilon", "sample", "v"] = "epsilon",
+    alphas_cumprod: Tensor, t: Tensor, *, gamma: float = 5.0, prediction: Literal["epsilon", "sample", "v"] = "epsilon"
 ) -> Tensor:
     """The Min-SNR weight of the squared error at each timestep, by what the network predicts.
 

@@ -177,17 +177,8 @@ class Logits(Tensor):
 
 
 _FACTS = (
-    "shape",
-    "size",
-    "dim",
-    "ndim",
-    "dtype",
-    "device",
-    "numel",
-    "is_cuda",
-    "is_floating_point",
-    "layout",
-    "__len__",
+    *("shape", "size", "dim", "ndim", "numel", "__len__"),
+    *("dtype", "device", "layout", "is_cuda", "is_floating_point"),
 )
 _FREE = ("argmax", "__repr__")  # of gradients
 _ROWS = ("view", "reshape", "flatten")

@@ -69,8 +69,7 @@ def add_blur_pool(model: nn.Module, *, modules: Patterns | None = None) -> list[
     References:
         Zhang, Making Convolutional Networks Shift-Invariant Again, arXiv 1904.11486; Composer's BlurPool.
     """
-    if modules is not None:
-        check_patterns("modules", modules)
+    check_patterns("modules", modules, optional=True)
     require_before_training(model, "add_blur_pool")
     named = dict(model.named_modules()) if modules is None else select_modules(model, modules)
     least = _FEWEST_CHANNELS if modules is None else 1

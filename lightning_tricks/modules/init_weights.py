@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, Literal, get_args
 
-import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -20,12 +20,8 @@ _MATRICES = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.
 _NORMS = (_BatchNorm, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
 
-def _trunc_normal(weight: torch.Tensor) -> None:
-    nn.init.trunc_normal_(weight, std=0.02)
-
-
-def _kaiming(weight: torch.Tensor) -> None:
-    nn.init.kaiming_normal_(weight, mode="fan_out", nonlinearity="relu")
+_trunc_normal = partial(nn.init.trunc_normal_, std=0.02)
+_kaiming = partial(nn.init.kaiming_normal_, mode="fan_out", nonlinearity="relu")
 
 
 def init_weights(model: nn.Module, recipe: Recipe, *, modules: Patterns | None = None) -> list[str]:
@@ -56,6 +52,7 @@ def init_weights(model: nn.Module, recipe: Recipe, *, modules: Patterns | None =
         MisconfigurationException: When called in a fit that has made its optimizers.
 
     Example:
+        >>> import torch
         >>> model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 2))
         >>> init_weights(model, "trunc_normal", modules="^0")
         ['0.weight', '0.bias']
@@ -66,8 +63,7 @@ def init_weights(model: nn.Module, recipe: Recipe, *, modules: Patterns | None =
         He et al., arXiv 1502.01852; Goyal et al., arXiv 1706.02677 (zero_residual); timm's vision transformers.
     """
     check_choice("recipe", recipe, get_args(Recipe))
-    if modules is not None:
-        check_patterns("modules", modules)
+    check_patterns("modules", modules, optional=True)
     require_before_training(model, "init_weights")
     if modules is not None:
         layers = select_modules(model, modules)

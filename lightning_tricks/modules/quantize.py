@@ -50,8 +50,7 @@ def quantize(module: nn.Module, precision: Precision = "int8", *, modules: Patte
         Jacob et al., arXiv 1712.05877.
     """
     check_precision(precision)
-    if modules is not None:
-        check_patterns("modules", modules)
+    check_patterns("modules", modules, optional=True)
     layers = rounded_layers(module, modules)
     for layer in layers.values():
         layer.weight = nn.Parameter(quantized(layer.weight.data, precision), requires_grad=False)

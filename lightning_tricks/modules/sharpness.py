@@ -7,23 +7,19 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_tricks.core.checks import check_count, check_range
-from lightning_tricks.core.figures import figure_and_axes
+from lightning_tricks.core.figures import Axes, Figure, figure_and_axes
 from lightning_tricks.core.lightning.loaders import generators_of
 from lightning_tricks.core.replay.graph import find_graph_node
 from lightning_tricks.core.replay.own_batch import tensors_in
 from lightning_tricks.core.replay.rerun import Start, undone
 from lightning_tricks.core.weights.tensors import copy_, hidden_from_autograd, trainable
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 __all__ = ["Sharpness", "sharpness"]
 

@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_tricks.core.adapters.libraries import library
 from lightning_tricks.core.checks import check_count
+from lightning_tricks.core.install import library
 from lightning_tricks.core.lightning.before_training import require_before_training
 from lightning_tricks.core.output_hooks import hook_output
 from lightning_tricks.core.selection import Patterns, check_patterns, last_norms, select_modules
@@ -56,8 +56,7 @@ def add_squeeze_excite(model: nn.Module, *, modules: Patterns | None = None, rat
         Hu et al., Squeeze-and-Excitation Networks, arXiv 1709.01507.
     """
     check_count("ratio", ratio)
-    if modules is not None:
-        check_patterns("modules", modules)
+    check_patterns("modules", modules, optional=True)
     require_before_training(model, "add_squeeze_excite")
     layers: Any = library("timm.layers", "add_squeeze_excite", "vision")
     found = last_norms(model) if modules is None else select_modules(model, modules)

@@ -95,7 +95,8 @@ def adamw(
             except Exception as error:  # Compilation can raise almost any exception.
                 _warn_of_fallback(op, error)
     weights = [weight for group in groups for weight in group["params"]]
-    return AdamW(groups, **settings, fused=_can_be_fused(weights) and not _lightning_changes_gradients(trainer))
+    can_be_fused = all(weight.is_floating_point() and weight.device.type in ("cpu", "cuda") for weight in weights)
+    return AdamW(groups, **settings, fused=can_be_fused and not _lightning_changes_gradients(trainer))
 
 
 def _trainable_groups(params: Iterable[Tensor] | Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -145,10 +146,6 @@ def _warn_of_fallback(op: str, error: Exception) -> None:
         f"adamw: DeepSpeed's {op} cannot be compiled here; {reason}. Using torch.optim.AdamW instead, which takes the"
         " same steps at another speed."
     )
-
-
-def _can_be_fused(weights: list[Tensor]) -> bool:
-    return all(weight.is_floating_point() and weight.device.type in ("cpu", "cuda") for weight in weights)
 
 
 def _lightning_changes_gradients(trainer: L.Trainer | None) -> bool:

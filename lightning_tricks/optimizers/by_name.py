@@ -94,8 +94,7 @@ def optimizer(
     check_range("lr", lr, 0.0)
     check_range("weight_decay", weight_decay, 0.0)
     check_bool("no_decay", no_decay)
-    if parameters is not None:
-        check_patterns("parameters", parameters)
+    check_patterns("parameters", parameters, optional=True)
     require_same_lightning(module, "optimizer")
     kind = row.load()
     check_settings(row, kind, settings)

@@ -135,6 +135,10 @@ class Row:
             raise ModuleNotFoundError(f"optimizer({self.name!r}) needs {package}: {pip_install(extra)}.") from error
 
 
+_UNSHARDED: dict[str, Any] = {"zero": False, "fsdp2": False}
+_ALONE: dict[str, Any] = {"zero": False, "lookahead": False}  # slow weights would take it off its own way
+_SCHEDULE_FREE = "no schedule: with the callback ScheduleFree()"
+
 _ROWS = (
     Row("sgd", "torch.optim.SGD", 0, "convolutional networks, with momentum=0.9 (4 bytes) and nesterov=True"),
     Row("adam", "torch.optim.Adam", 8, "Adam with coupled weight decay"),
@@ -151,22 +155,14 @@ _ROWS = (
     Row("rmsprop", "torch.optim.RMSprop", 4, "recurrent networks and reinforcement learning"),
     Row("adagrad", "torch.optim.Adagrad", 4, "sparse features", zero=False),
     Row("adadelta", "torch.optim.Adadelta", 8, "without a learning rate to choose: lr=1.0"),
-    Row(
-        "adafactor",
-        "torch.optim.Adafactor",
-        0.059,
-        "a large model in little memory",
-        by_shape=True,
-        zero=False,
-        fsdp2=False,
-    ),
+    Row("adafactor", "torch.optim.Adafactor", 0.059, "a large model in little memory", by_shape=True, **_UNSHARDED),
     Row("lion", "timm.optim.Lion", 4, "half the state of AdamW; a third to a tenth of its lr"),
     Row("madgrad", "timm.optim.MADGRAD", 12, "convolutional networks and MRI reconstruction"),
     Row("adan", "timm.optim.Adan", 16, "vision transformers from scratch"),
     Row("laprop", "timm.optim.LaProp", 8, "Adam with momentum after the normalization"),
     Row("adopt", "timm.optim.Adopt", 8, "Adam that converges for every beta2"),
     Row("lamb", "timm.optim.Lamb", 8, "very large batches", zero=False, tensor_parallel=False),
-    Row("mars", "timm.optim.Mars", 12, "language models; variance-reduced gradients", zero=False, fsdp2=False),
+    Row("mars", "timm.optim.Mars", 12, "language models; variance-reduced gradients", **_UNSHARDED),
     Row(
         "muon",
         "timm.optim.Muon",
@@ -178,55 +174,24 @@ _ROWS = (
         tensor_parallel=False,
     ),
     Row("ademamix", "pytorch_optimizer.AdEMAMix", 12, "long trainings of language models"),
-    Row(
-        "galore",
-        "pytorch_optimizer.GaLore",
-        4,
-        "states in a low rank: rank=128",
-        by_shape=True,
-        zero=False,
-        fsdp2=False,
-    ),
-    Row(
-        "prodigy",
-        "pytorch_optimizer.Prodigy",
-        16,
-        "finds the step size by itself: lr=1.0",
-        zero=False,
-        fsdp2=False,
-        lookahead=False,
-    ),
+    Row("galore", "pytorch_optimizer.GaLore", 4, "states in a low rank: rank=128", by_shape=True, **_UNSHARDED),
+    Row("prodigy", "pytorch_optimizer.Prodigy", 16, "finds the step size by itself: lr=1.0", **_ALONE, fsdp2=False),
     Row(
         "ranger21",
         "pytorch_optimizer.Ranger21",
         20,
         "its own warm-up and -down over num_iterations= steps",
-        zero=False,
+        **_ALONE,
         fsdp2=False,
-        lookahead=False,
     ),
-    Row("soap", "pytorch_optimizer.SOAP", 36, "Shampoo's basis for Adam", by_shape=True, zero=False, fsdp2=False),
-    Row("stableadamw", "pytorch_optimizer.StableAdamW", 8, "AdamW without spikes", zero=False, fsdp2=False),
-    Row(
-        "schedulefree_adamw",
-        "schedulefree.AdamWScheduleFree",
-        8,
-        "no schedule: with the callback ScheduleFree()",
-        zero=False,
-        lookahead=False,
-    ),
-    Row(
-        "schedulefree_sgd",
-        "schedulefree.SGDScheduleFree",
-        4,
-        "no schedule: with the callback ScheduleFree()",
-        zero=False,
-        lookahead=False,
-    ),
-    Row("adam8bit", "bitsandbytes.optim.Adam8bit", 2.03, "a quarter of Adam's state", zero=False, fsdp2=False),
-    Row("adamw8bit", "bitsandbytes.optim.AdamW8bit", 2.03, "a quarter of AdamW's state", zero=False, fsdp2=False),
-    Row("lion8bit", "bitsandbytes.optim.Lion8bit", 1.02, "an eighth of AdamW's state", zero=False, fsdp2=False),
-    Row("adamw4bit", "torchao.optim.AdamW4bit", 1.06, "an eighth of AdamW's state", zero=False, fsdp2=False),
+    Row("soap", "pytorch_optimizer.SOAP", 36, "Shampoo's basis for Adam", by_shape=True, **_UNSHARDED),
+    Row("stableadamw", "pytorch_optimizer.StableAdamW", 8, "AdamW without spikes", **_UNSHARDED),
+    Row("schedulefree_adamw", "schedulefree.AdamWScheduleFree", 8, _SCHEDULE_FREE, **_ALONE),
+    Row("schedulefree_sgd", "schedulefree.SGDScheduleFree", 4, _SCHEDULE_FREE, **_ALONE),
+    Row("adam8bit", "bitsandbytes.optim.Adam8bit", 2.03, "a quarter of Adam's state", **_UNSHARDED),
+    Row("adamw8bit", "bitsandbytes.optim.AdamW8bit", 2.03, "a quarter of AdamW's state", **_UNSHARDED),
+    Row("lion8bit", "bitsandbytes.optim.Lion8bit", 1.02, "an eighth of AdamW's state", **_UNSHARDED),
+    Row("adamw4bit", "torchao.optim.AdamW4bit", 1.06, "an eighth of AdamW's state", **_UNSHARDED),
 )
 
 

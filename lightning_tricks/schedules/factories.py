@@ -399,3 +399,12 @@ def cosine_restarts(
     """
     settings: dict[str, Any] = {"warmup": warmup, "cycles": cycles, "growth": growth, "floor": floor}
     return planned_schedule(curves.cosine_restarts, optimizer, module, total_steps, **settings)
+
+
+CURVES = {
+    factory.__name__: factory
+    for factory in (
+        *(constant, cosine, cosine_restarts, flat_cos, inverse_sqrt),
+        *(linear, one_cycle, polynomial, step_decay, wsd),
+    )
+}

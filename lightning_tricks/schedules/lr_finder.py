@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from statistics import median
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
 import lightning as L
 import torch
@@ -18,15 +18,11 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_tricks.core.checks import check_choice, check_count, check_range
-from lightning_tricks.core.figures import figure_and_axes
+from lightning_tricks.core.figures import Axes, Figure, figure_and_axes
 from lightning_tricks.core.lightning.trainer import callbacks_of
 from lightning_tricks.core.replay.undone_fit import UndoneFit, require_undoable
 from lightning_tricks.core.report import progress
 from lightning_tricks.schedules.scheduler import base_lr, set_lr
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 __all__ = ["LRFinderResult", "find_lr"]
 
@@ -310,9 +306,7 @@ class Sweep(UndoneFit):
             trainer.accumulate_grad_batches = self._accumulation[-1].get_accumulate_grad_batches(0)
 
     @override
-    def on_train_batch_start(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
         self._set(trainer.optimizers[0])
 
     @override

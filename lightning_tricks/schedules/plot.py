@@ -6,7 +6,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,14 +14,10 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from lightning_tricks.core.checks import check_choice, check_count
-from lightning_tricks.core.figures import figure_and_axes
+from lightning_tricks.core.figures import Axes, Figure, figure_and_axes
 from lightning_tricks.core.lightning.optimizer_groups import weights_of
 from lightning_tricks.core.lightning.steps import UnknownTotalSteps
-from lightning_tricks.schedules.by_name import CURVES
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
+from lightning_tricks.schedules.factories import CURVES
 
 __all__ = ["plot_schedule"]
 
@@ -58,8 +54,7 @@ def plot_schedule(
         >>> float(rates[0]), float(rates[9]), len(rates)
         (0.1, 1.0, 100)
     """
-    if steps is not None:
-        check_count("steps", steps)
+    check_count("steps", steps, optional=True)
     if isinstance(schedule, str):
         check_choice("schedule", schedule, CURVES)
         schedule = CURVES[schedule]

@@ -64,12 +64,7 @@ def scale_lr(lr: float, *, batch_size: int, base_batch_size: int, rule: str = "l
 
 
 def scale_adam(
-    lr: float,
-    *,
-    batch_size: int,
-    base_batch_size: int,
-    betas: tuple[float, float] = (0.9, 0.999),
-    eps: float = 1e-8,
+    lr: float, *, batch_size: int, base_batch_size: int, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8
 ) -> dict[str, Any]:
     """Adam's settings for another batch size, all by the square-root rule: its averages see the same samples.
 

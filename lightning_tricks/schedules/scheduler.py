@@ -71,12 +71,7 @@ class CurveLR(Participant, LRScheduler):
     conflicts = CONFLICTS
 
     def __init__(
-        self,
-        optimizer: Optimizer,
-        curve: Curve,
-        last_epoch: int = -1,
-        *,
-        momentum: Curve | None = None,
+        self, optimizer: Optimizer, curve: Curve, last_epoch: int = -1, *, momentum: Curve | None = None
     ) -> None:
         _check_curve("curve", curve)
         if momentum is not None:

@@ -8,7 +8,7 @@ import lightning as L
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lightning_tricks.core.install import pip_install
+from lightning_tricks.core.install import required
 from lightning_tricks.strategies.base import PresetStrategy
 from lightning_tricks.strategies.presets import preset
 
@@ -54,11 +54,9 @@ def ray_trainer(strategy: str | PresetStrategy, **arguments: Any) -> L.Trainer:
             f"ray_trainer takes {', '.join(_SET_BY_RAY)} from Ray, got {', '.join(conflicting)}. Pass"
             " ScalingConfig(num_workers=..., use_gpu=...) to the TorchTrainer instead."
         )
-    try:
+    with required("ray_trainer needs Ray Train", "ray"):
         import ray.train.torch
         from ray.train.lightning import RayLightningEnvironment
-    except ImportError as error:
-        raise ImportError(f"ray_trainer needs Ray Train: {pip_install('ray')}") from error
 
     class Environment(RayLightningEnvironment, LightningEnvironment):
         """Ray's, which is one of lightning.pytorch wherever that is installed, also for pytorch_lightning."""

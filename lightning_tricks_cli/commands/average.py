@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from lightning_tricks_cli.commands.output import add_output
+from lightning_tricks_cli.commands.target import add_output
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -21,7 +21,6 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         "  lightning-tricks average epoch=8.ckpt epoch=9.ckpt -o mean.ckpt --weights 0.3 0.7\n"
         "  lightning-tricks average --posthoc runs/ema --sigma-rel 0.05 0.08 0.13 -o ema.safetensors",
     )
-    average.set_defaults(run=run)
     average.add_argument("checkpoints", type=Path, nargs="*", metavar="CKPT", help="the files to average")
     average.add_argument(
         "--weights", type=float, nargs="+", metavar="W", help="relative weights, one per file (default: equal)"

@@ -26,7 +26,6 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         "  lightning-tricks compare -c config.yaml --with EMA --with sam.yaml --metric val_accuracy --mode max\n"
         "  lightning-tricks compare -c config.yaml --without EMA --seeds 3 --metric val_loss --mode min",
     )
-    compare.set_defaults(run=run)
     add_config(compare)
     compare.add_argument(
         "--with",

@@ -50,7 +50,6 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         "  lightning-tricks completion zsh > ~/.lightning-tricks.zsh\n"
         "  lightning-tricks completion fish > ~/.config/fish/completions/lightning-tricks.fish",
     )
-    completion.set_defaults(run=run)
     completion.add_argument("shell", choices=SHELLS, metavar="SHELL", help=", ".join(SHELLS))
 
 

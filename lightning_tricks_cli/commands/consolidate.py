@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from lightning_tricks_cli.commands.output import add_output
+from lightning_tricks_cli.commands.target import add_output
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -18,7 +18,6 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         " and no GPU is needed.",
         epilog="example: lightning-tricks consolidate last.ckpt -o model.safetensors",
     )
-    consolidate.set_defaults(run=run)
     consolidate.add_argument("checkpoint", type=Path, metavar="FOLDER", help="the checkpoint folder")
     add_output(consolidate)
 

@@ -25,7 +25,6 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         " output folder, it goes on with the fold in which it was stopped.",
         epilog="example: lightning-tricks cross-validate -c config.yaml --folds 5",
     )
-    cross.set_defaults(run=run)
     add_config(cross)
     cross.add_argument("--folds", type=int, default=5, metavar="N", help="number of folds (default: 5)")
     cross.add_argument(

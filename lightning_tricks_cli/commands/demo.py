@@ -16,7 +16,6 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         " and a checkpoint.",
         epilog="example: lightning-tricks demo --seeds 2 --output demo",
     )
-    demo.set_defaults(run=run)
     demo.add_argument("--output", type=Path, default=Path("demo"), help="folder for the results (default: demo)")
     demo.add_argument("--seeds", type=int, default=5, help="runs of each variant (default: 5)")
     demo.add_argument("--epochs", type=int, default=15, help="epochs of each run (default: 15)")

@@ -7,6 +7,8 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lightning_tricks_cli.commands.target import add_config
+
 if TYPE_CHECKING:
     from lightning_tricks.advisor.environment import Environment
 
@@ -21,14 +23,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         " also report what is probably wrong with its model, with remedies.",
         epilog="example: lightning-tricks doctor -c config.yaml",
     )
-    doctor.set_defaults(run=run)
-    doctor.add_argument(
-        *("-c", "--config"),
-        type=Path,
-        action="append",
-        metavar="YAML",
-        help="the configuration; later ones override earlier ones",
-    )
+    add_config(doctor, required=False)
     doctor.add_argument("--json", action="store_true", help="print JSON")
 
 

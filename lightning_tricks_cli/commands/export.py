@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from lightning_tricks_cli.commands.output import add_output
+from lightning_tricks_cli.commands.target import add_output
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -17,7 +17,6 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         " EMA has saved some, or the raw ones. Folders by FSDP and DeepSpeed become full tensors.",
         epilog="example: lightning-tricks export best.ckpt -o model.safetensors --strip-prefix model.",
     )
-    export.set_defaults(run=run)
     export.add_argument("checkpoint", type=Path, metavar="CKPT", help="the checkpoint file or folder")
     export.add_argument(
         "--which", choices=("averaged", "raw"), default="averaged", help="the weights to write (default: averaged)"

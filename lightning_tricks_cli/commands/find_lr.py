@@ -21,7 +21,6 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         " the current folder are found. Nothing is saved.",
         epilog="example: lightning-tricks find-lr -c config.yaml --plot lr.png",
     )
-    find.set_defaults(run=run)
     add_config(find)
     find.add_argument(
         "--min-lr", type=float, default=1e-8, metavar="LR", help="the first learning rate (default: 1e-8)"

@@ -18,7 +18,6 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         " class_path; modules in the current folder are found. Nothing is trained, and nothing is saved.",
         epilog="example: lightning-tricks find-workers -c config.yaml --step-seconds 0.05",
     )
-    find.set_defaults(run=run)
     add_config(find)
     find.add_argument(
         "--step-seconds",

@@ -18,7 +18,6 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         " or a number of parameters, for which activations are not measured.",
         epilog="example: lightning-tricks memory timm:resnet50 --batch-size 64 --strategy ddp_bf16 --devices 8",
     )
-    memory.set_defaults(run=run)
     add_target(memory)
     memory.add_argument("--batch-size", type=at_least_one, metavar="N", help="number of samples on each device")
     memory.add_argument("--strategy", metavar="NAME", help="a preset, or ddp (default: a full model on each device)")

@@ -18,7 +18,6 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         " where it is refused, and when to use it.",
         epilog="example: lightning-tricks optimizers",
     )
-    optimizers.set_defaults(run=run)
     optimizers.add_argument("--json", action="store_true", help="print JSON")
 
 

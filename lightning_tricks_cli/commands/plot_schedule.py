@@ -31,7 +31,6 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         " are steps (5) or fractions of training (0.05). The defaults are those of lightning_tricks.CURVE.",
         epilog="example: lightning-tricks plot-schedule cosine --warmup 0.05 --steps 1000 -o lr.png",
     )
-    plot.set_defaults(run=run)
     plot.add_argument("curve", choices=CURVES, metavar="CURVE", help=", ".join(CURVES))
     plot.add_argument("-o", "--output", type=Path, required=True, metavar="OUT", help="picture to write")
     plot.add_argument("--steps", type=at_least_one, default=1000, metavar="N", help="steps of training (default: 1000)")
@@ -60,7 +59,7 @@ def run(options: argparse.Namespace) -> None:
     """Run the command."""
     from lightning_tricks import schedules
     from lightning_tricks.callbacks import LRSchedule
-    from lightning_tricks.schedules.by_name import CURVES as BY_NAME
+    from lightning_tricks.schedules.factories import CURVES as BY_NAME
     from lightning_tricks_cli.runs.picture import check_picture, picture
 
     common = ("command", "curve", "debug", "others", "output", "parser", "run", "steps")

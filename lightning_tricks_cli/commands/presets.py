@@ -17,7 +17,6 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         " lightning_tricks, and when to use it.",
         epilog="example: lightning-tricks presets",
     )
-    presets.set_defaults(run=run)
     presets.add_argument("--json", action="store_true", help="print JSON, with the arguments of the strategies")
 
 

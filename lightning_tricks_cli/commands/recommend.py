@@ -182,7 +182,6 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         "  lightning-tricks recommend --task image --labels noisy > config.yaml\n"
         "  lightning-tricks recommend --task llm --pretrained --problem memory --devices 8",
     )
-    recommend.set_defaults(run=run)
     for name, choices in CHOICES.items():
         default = "" if name == "task" else f" (default: {choices[0]})"
         recommend.add_argument(f"--{name}", choices=choices, help=f"{', '.join(choices)}{default}")

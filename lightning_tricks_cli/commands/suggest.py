@@ -22,7 +22,6 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         epilog="examples: lightning-tricks suggest 7B --device-memory 80GB --devices 8 --host-memory 1TB\n"
         "          lightning-tricks suggest 70B --device h100 --nodes 32 --batch-size 1024",
     )
-    suggest.set_defaults(run=run)
     add_target(suggest)
     suggest.add_argument(
         "--batch-size", type=at_least_one, metavar="N", help="number of samples of an optimizer step, over all devices"

@@ -1,4 +1,4 @@
-"""The arguments that several commands share: configurations, a model, an optimizer, machines."""
+"""The arguments that several commands share: configurations, a model, an optimizer, machines, a file to write."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from pathlib import Path
 UNITS = {"k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
 
-def add_config(command: argparse.ArgumentParser) -> None:
+def add_config(command: argparse.ArgumentParser, *, required: bool = True) -> None:
     """Add ``--config``, which may be given several times."""
     command.add_argument(
         *("-c", "--config"),
         type=Path,
         action="append",
-        required=True,
+        required=required,
         metavar="YAML",
         help="the configuration; later ones override earlier ones",
     )
@@ -40,6 +40,19 @@ def add_target(command: argparse.ArgumentParser) -> None:
         help="tokens per text (default: the model's maximum, at most 512)",
     )
     command.add_argument("--json", action="store_true", help="print JSON")
+
+
+def add_output(command: argparse.ArgumentParser) -> None:
+    """Add ``--output`` and ``--force``."""
+    command.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        required=True,
+        metavar="OUT",
+        help="file to write: .safetensors, .ckpt, .pt, .pth, .bin",
+    )
+    command.add_argument("--force", action="store_true", help="overwrite OUT if it exists")
 
 
 def size(text: str) -> float:

@@ -31,7 +31,6 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
             epilog=EXAMPLES.format(name),
             allow_abbrev=False,
         )
-        method.set_defaults(run=run)
         method.add_argument("--help-all", action="store_true", help="show every argument of LightningCLI and exit")
 
 

@@ -25,7 +25,6 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         epilog="examples: lightning-tricks tricks; lightning-tricks tricks EMA; lightning-tricks tricks memory;"
         " lightning-tricks tricks --json",
     )
-    tricks.set_defaults(run=run)
     tricks.add_argument("words", nargs="*", metavar="word", help="a name, or words to look for")
     tricks.add_argument("--json", action="store_true", help="print JSON, a row for every public name")
 

@@ -18,7 +18,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from typing_extensions import override
 
 from lightning_tricks.core.checks import EPOCHS
-from lightning_tricks.core.install import pip_install
+from lightning_tricks.core.install import required
 from lightning_tricks_cli.runs.near_names import near_names
 
 
@@ -31,10 +31,8 @@ class Reader(LightningCLI):
     """
 
     def __init__(self, **kwargs: Any) -> None:
-        try:
+        with required("a configuration needs jsonargparse", "cli"):
             import jsonargparse  # noqa: F401  LightningCLI would not name the extra to install.
-        except ImportError as error:
-            raise ImportError(f"a configuration needs jsonargparse: {pip_install('cli')}") from error
         if os.getcwd() not in sys.path:  # Python does so for scripts only.
             sys.path.insert(0, os.getcwd())
         super().__init__(**kwargs)

@@ -5,13 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from lightning_tricks.core.install import pip_install
+from lightning_tricks.core.figures import Axes
+from lightning_tricks.core.install import required
 from lightning_tricks.core.safe_load.atomic_file import atomic_write, require_file
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 
 def check_picture(path: Path) -> None:
@@ -23,10 +20,8 @@ def check_picture(path: Path) -> None:
         FileExistsError: If the path has something that is no file.
         ValueError: If matplotlib does not know the suffix.
     """
-    try:
+    with required("the plot needs matplotlib", "plot"):
         from matplotlib.backend_bases import FigureCanvasBase
-    except ImportError as error:
-        raise ImportError(f"the plot needs matplotlib: {pip_install('plot')}") from error
     if not path.parent.is_dir():
         raise FileNotFoundError(f"There is no folder {path.parent} for the plot.")
     require_file(path)

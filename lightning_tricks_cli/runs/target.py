@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from lightning_tricks.advisor.simulate.transformer import TransformerShape
-from lightning_tricks.core.install import pip_install
+from lightning_tricks.core.install import required
 
 COUNT = re.compile(r"(\d+(?:\.\d+)?(?:e1?\d)?)([kmbt]?)", re.IGNORECASE)
 THOUSANDS = {"": 0, "k": 3, "m": 6, "b": 9, "t": 12}
@@ -104,10 +104,8 @@ def train_loader_of(cli: Any) -> Any:
 
 
 def _timm(name: str) -> Target:
-    try:
+    with required(f"timm:{name} needs timm", "vision"):
         import timm
-    except ImportError as error:
-        raise ImportError(f"timm:{name} needs timm: {pip_install('vision')}") from error
     if not timm.is_model(name):
         near = ", ".join(timm.list_models(f"*{name.split('_')[0]}*")[:5])
         raise ValueError(f"timm has no model {name!r}." + (f" It has {near}." if near else ""))
@@ -117,10 +115,8 @@ def _timm(name: str) -> Target:
 
 
 def _transformers(path: Path, sequence_length: int | None) -> Target:
-    try:
+    with required(f"{path} needs transformers", "text"):
         import transformers
-    except ImportError as error:
-        raise ImportError(f"{path} needs transformers: {pip_install('text')}") from error
     try:
         values = json.loads(path.read_text())
     except ValueError as error:

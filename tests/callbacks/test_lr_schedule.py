@@ -23,7 +23,6 @@ import lightning_tricks
 import lightning_tricks as lt
 from lightning_tricks import LRSchedule, schedules
 from lightning_tricks.callbacks import lr_schedule
-from lightning_tricks.schedules import by_name
 from tests.core.averaging.test_coordinator import Wrapper
 from tests.few import few
 from tests.nets import Net, PlainNet, assert_equal, build, fit, loader, trainer, weights
@@ -69,7 +68,7 @@ class WithFactory(Net):
 
 def test_every_factory_is_a_curve_of_the_callback():
     curves = {name for name, value in vars(schedules.curves).items() if isfunction(value) and name[0] != "_"}
-    assert set(by_name.CURVES) == curves - {"one_cycle_momentum", "swa_tail"}
+    assert set(schedules.factories.CURVES) == curves - {"one_cycle_momentum", "swa_tail"}
     factories = {
         name for name in schedules.__all__ if getattr(schedules, name).__annotations__.get("return") == "Schedule"
     }

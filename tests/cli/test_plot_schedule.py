@@ -10,7 +10,7 @@ from unittest.mock import patch
 import pytest
 
 from lightning_tricks import schedules
-from lightning_tricks.schedules import by_name
+from lightning_tricks.schedules import factories
 from lightning_tricks_cli.commands.plot_schedule import CURVES
 from lightning_tricks_cli.main import main, parser
 from lightning_tricks_cli.runs.picture import picture
@@ -33,7 +33,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_curves_and_their_settings_are_those_of_the_package() -> None:
-    assert set(CURVES) == by_name.CURVES.keys()
+    assert set(CURVES) == factories.CURVES.keys()
     known = vars(parser().parse_args(["plot-schedule", "cosine", "-o", "a.png"]))
     given = parser().parse_args(["plot-schedule", "cosine", "-o", "a.png", *chain(*SETTINGS.values())])
     names = {name for curve in CURVES for name in inspect.signature(getattr(schedules, curve)).parameters}

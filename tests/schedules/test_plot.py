@@ -16,7 +16,7 @@ from torch.optim import Optimizer, lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_tricks.schedules import CurveLR, cosine, flat_cos, linear, one_cycle, swa_tail
-from lightning_tricks.schedules.by_name import CURVES
+from lightning_tricks.schedules.factories import CURVES
 from lightning_tricks.schedules.plot import plot_schedule
 
 

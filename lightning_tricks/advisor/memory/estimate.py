@@ -18,7 +18,7 @@ from lightning_tricks.advisor.memory.parts import Parts, parts_of
 from lightning_tricks.advisor.memory.states import SETTINGS, OptimizerLike, States, states_of
 from lightning_tricks.callbacks.lora import LoRA
 from lightning_tricks.core.checks import check_choice, check_count, check_type
-from lightning_tricks.core.install import pip_install
+from lightning_tricks.core.install import required
 from lightning_tricks.core.report import Grid, Tabled, readable
 from lightning_tricks.optimizers.by_name import optimizer as optimizer_by_name
 from lightning_tricks.optimizers.table import row_of
@@ -153,11 +153,9 @@ class MemoryEstimate(Tabled):
         Raises:
             ImportError: If rich is missing.
         """
-        try:
+        with required("the table needs rich", "cli"):
             from rich.bar import Bar
             from rich.table import Table
-        except ImportError as error:
-            raise ImportError(f"the table needs rich: {pip_install('cli')}") from error
         table = Table("part", "bytes", "", title=self._title())
         table.columns[1].justify = "right"
         largest = max((size for _, size in self.rows()), default=1)
@@ -301,8 +299,7 @@ def _of_shapes(name: str, module: nn.Module) -> OptimizerLike:
 def _measure_activations(
     model: nn.Module | int, batch: Any, batch_size: int | None, layout: Layout, device: str, parts: Parts
 ) -> Activations | None:
-    if batch_size is not None:
-        check_count("batch_size", batch_size)
+    check_count("batch_size", batch_size, optional=True)
     if batch is None:
         if batch_size is not None:
             raise ValueError(f"batch_size={batch_size} needs batch=, an example batch of any size.")

@@ -21,15 +21,8 @@ from lightning_tricks.core.report import Grid, Tabled, readable
 __all__ = ["TrainingPlan", "suggest_plan"]
 
 COLUMNS = (
-    "strategy",
-    "batch",
-    "accumulate",
-    "checkpointing",
-    "each device",
-    "tokens/s",
-    "of the peak",
-    "step",
-    "speed",
+    *("strategy", "batch", "accumulate", "checkpointing"),
+    *("each device", "tokens/s", "of the peak", "step", "speed"),
 )
 
 
@@ -221,8 +214,7 @@ def suggest_plan(
     check_type("model", model, TransformerShape)
     check_type("hardware", hardware, Hardware)
     check_range("margin", margin, 0.0, 1.0, below=True)
-    if batch_size is not None:
-        check_count("batch_size", batch_size)
+    check_count("batch_size", batch_size, optional=True)
     if hardware.kind is None:
         raise ValueError(
             f"hardware must have a kind, one of {', '.join(DEVICES)}, got {hardware}: use Hardware.of('h100', ...)."

@@ -90,14 +90,11 @@ class FitsMemory(Trick):
         Conflict(("SAMHooks",), "SAM runs a full batch twice", "Use SAM(micro_batch_size=...), or remove one of them"),
         Conflict(("GradCacheHooks",), "GradCacheMixin cuts every batch", "Choose a smaller chunk, remove FitsMemory"),
         Conflict(
-            ("StepInBackward",),
-            "a weight is stepped by the gradient of one part, before the others have added theirs",
-            "Remove one of them",
+            ("StepInBackward",), "a weight is stepped by the gradient of one part, before the others have added theirs"
         ),
         Conflict(
             ("HiddenMixup", "LabelErrors"),
             "the samples of a full batch are mixed or compared inside the step, which may run for parts of it",
-            "Remove one of them",
         ),
         Conflict(
             ("HardExampleFilter",),

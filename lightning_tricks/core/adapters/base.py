@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
-from lightning_tricks.core.adapters.libraries import library
+from lightning_tricks.core.install import library
 from lightning_tricks.core.weights.tensors import checksum
 
 _PIECE = 2**24  # the elements that are added up at a time, since a checksum needs 16 bytes for each

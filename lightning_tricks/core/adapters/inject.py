@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from lightning_tricks.core.adapters.libraries import library
 from lightning_tricks.core.checks import some
+from lightning_tricks.core.install import library
 from lightning_tricks.core.selection import Patterns, listed, select_modules, select_parameters
 
 ALL_LINEAR = "all-linear"  # peft's name for all linear layers but the output layer

@@ -11,8 +11,8 @@ from torch.nn.parameter import is_lazy
 
 from lightning_tricks.core.adapters.base import is_quantized
 from lightning_tricks.core.adapters.inject import adapted_layers
-from lightning_tricks.core.adapters.libraries import library
 from lightning_tricks.core.checks import check_choice, some
+from lightning_tricks.core.install import library
 from lightning_tricks.core.selection import Patterns, listed, select_modules
 
 Precision = Literal["int8", "int4"]

@@ -14,15 +14,7 @@ from torch import Tensor, nn
 
 from lightning_tricks.core.averaging.transfer import Exchange, Offload
 from lightning_tricks.core.weights.local import LocalWeights
-from lightning_tricks.core.weights.tensors import (
-    buckets,
-    checksum,
-    copies,
-    copy_,
-    global_norm,
-    lerp_,
-    lerp_same_dtype_,
-)
+from lightning_tricks.core.weights.tensors import buckets, checksum, copies, copy_, global_norm, lerp_, lerp_same_dtype_
 
 Which = Literal["averaged", "raw"]
 Place = tuple[dict[str, Any], str]  # the dictionary in which a parameter or buffer is registered, and its key

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import lightning as L
 from lightning.pytorch.callbacks import ModelPruning
@@ -23,16 +23,13 @@ from lightning_tricks.core.averaging.resume import find_state, has_swalr, load
 from lightning_tricks.core.averaging.state import callback_state, for_lightning
 from lightning_tricks.core.averaging.validation import RawMetrics
 from lightning_tricks.core.conflicts import Conflict
+from lightning_tricks.core.figures import Axes, Figure
 from lightning_tricks.core.lightning.fit import plan_step
 from lightning_tricks.core.lightning.next_step import around_next_step
 from lightning_tricks.core.lightning.trainer import callbacks_of, is_fitting, is_last_step, log_every_n_steps
 from lightning_tricks.core.weights.by_engine import local_weights
 from lightning_tricks.core.weights.local import LocalWeights
 from lightning_tricks.core.weights.tensors import float_buffers
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 
 class AveragingCallback(Averaging):
@@ -58,7 +55,6 @@ class AveragingCallback(Averaging):
         Conflict(
             ("WeightAveraging", "StochasticWeightAveraging"),
             "both put averaged weights into the module, for validation, checkpoints or at the end",
-            "Remove one of them",
         ),
     )
     durations = ("start",)
@@ -173,9 +169,7 @@ class AveragingCallback(Averaging):
         self._running.guard()
 
     @override
-    def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
         stepped = self.catch_up(trainer)
         if not self._running.tracks:
             if stepped and trainer.global_step == self._first_step:

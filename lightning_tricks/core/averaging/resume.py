@@ -104,7 +104,8 @@ def copies_in(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Tensor], set[str
     states = _states(checkpoint).values()
     current = {} if states else checkpoint.get("current_model_state", {})
     raw = {name: value for name, value in current.items() if isinstance(value, Tensor)}
-    names = {name for name, value in average_of_lightning(checkpoint).items() if isinstance(value, Tensor)}
+    averaged = _swa_state(checkpoint).get("average_model_state") or {}
+    names = {name for name, value in averaged.items() if isinstance(value, Tensor)}
     for state in states:
         raw |= state.get("raw", {})
         names |= state.get("averaged", {}).keys()
@@ -155,11 +156,6 @@ def foreign_state(checkpoint: Mapping[str, Any], trained: Collection[str]) -> tu
         )
     tensors = {kind: {n: value for n, value in state[kind].items() if isinstance(value, Tensor)} for kind in state}
     return name, {**tensors, "steps": 0, "updates": updates}
-
-
-def average_of_lightning(checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The weights that StochasticWeightAveraging has saved beside the ``state_dict``."""
-    return _swa_state(checkpoint).get("average_model_state") or {}
 
 
 def has_swalr(checkpoint: Mapping[str, Any]) -> bool:

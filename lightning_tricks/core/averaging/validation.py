@@ -5,17 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import lightning as L
 from torch import Tensor
 
-from lightning_tricks.core.figures import figure_and_axes
+from lightning_tricks.core.figures import Axes, Figure, figure_and_axes
 from lightning_tricks.core.lightning.trainer import monitors, validate_again
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 RAW = "_raw"  # The suffix of the raw weights' metrics.
 _FORKS = re.compile(r"(_epoch|_step)?(/dataloader_idx_\d+)?$")  # Suffixes of metrics by Lightning.
@@ -41,7 +37,8 @@ class RawMetrics:
     def record(self, step: int, metrics: Mapping[str, Tensor]) -> None:
         """Record every metric that was logged for both."""
         for name, value in metrics.items():
-            raw = metrics.get(_with_suffix(name), metrics.get(name + RAW))  # a module's own name may end in _step
+            suffixed = _FORKS.sub(rf"{RAW}\g<0>", name, count=1)  # before what Lightning appends to a name
+            raw = metrics.get(suffixed, metrics.get(name + RAW))  # a module's own name may end in _step
             if raw is not None:
                 self._rows.setdefault(name, []).append((step, float(value), float(raw)))
 
@@ -67,8 +64,3 @@ class RawMetrics:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load the metrics from a state, in which a checkpoint of XLA has lists in place of tuples."""
         self._rows = {name: [tuple(row) for row in rows] for name, rows in state.items()}
-
-
-def _with_suffix(name: str) -> str:
-    """The name of the raw weights' metric: the suffix stands before what Lightning appends to a name."""
-    return _FORKS.sub(rf"{RAW}\g<0>", name, count=1)

@@ -144,8 +144,7 @@ class MixingCallback(BatchCallback):
             if x.is_nested or not x.ndim or len(x) != size:
                 shape = "nested" if x.is_nested else tuple(x.shape)
                 raise self._cannot(
-                    f"needs an input and a target for each sample, got inputs {shape} and {size} targets",
-                    context,
+                    f"needs an input and a target for each sample, got inputs {shape} and {size} targets", context
                 )
         return inputs
 

@@ -8,6 +8,7 @@ from torch import nn
 
 from lightning_tricks.core.call_stack import callers
 from lightning_tricks.core.lightning.engine import engine_of
+from lightning_tricks.core.lightning.optimizer_groups import weights_of
 from lightning_tricks.core.lightning.trainer import is_fitting
 
 # The hooks of a fit before its optimizers are made; in a second fit the Trainer still has those of the first.
@@ -28,8 +29,7 @@ def require_before_training(model: nn.Module, change: str) -> None:
     """
     for trainer in (owner for owner in callers() if isinstance(owner, L.Trainer) and is_fitting(owner)):
         hook = trainer.lightning_module._current_fx_name
-        groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
-        held = {id(weight) for group in groups for weight in group["params"]}
+        held = {id(weight) for optimizer in trainer.optimizers for weight in weights_of(optimizer)}
         flat = bool(held) and engine_of(trainer).is_deepspeed  # DeepSpeed's optimizer holds flat copies
         if hook not in _EARLY and (flat or any(id(weight) in held for weight in model.parameters())):
             raise MisconfigurationException(

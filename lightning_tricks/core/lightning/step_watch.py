@@ -14,6 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from lightning_tricks.core.lightning.optimizer_groups import weights_of
 from lightning_tricks.core.lightning.patching import wrap_method
 
 
@@ -128,4 +129,4 @@ def refuse_steps_past_hooks(trainer: L.Trainer, tricks: str, undo: ExitStack) ->
 def holds_parameters(optimizer: Optimizer, module: nn.Module) -> bool:
     """Whether an optimizer trains a parameter of the module."""
     own = {id(parameter) for parameter in module.parameters()}
-    return any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"])
+    return any(id(weight) in own for weight in weights_of(optimizer))

@@ -58,11 +58,7 @@ def planned_loss(func: Loss, calls: Sequence[dict[str, Any]], sample_ids: Tensor
 
 
 def planned_reduction(
-    func: Loss,
-    calls: Sequence[Call],
-    sample_ids: Tensor | None,
-    plan: LossPlan,
-    entry_weights: Tensor | None = None,
+    func: Loss, calls: Sequence[Call], sample_ids: Tensor | None, plan: LossPlan, entry_weights: Tensor | None = None
 ) -> Tensor:
     """Compute a sum or mean over losses of samples, which was written by hand, by a plan.
 

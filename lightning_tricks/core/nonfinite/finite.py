@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_tricks.core.checks import some
+from lightning_tricks.core.lightning.optimizer_groups import weights_of
 from lightning_tricks.core.lightning.trainer import grad_scaler
 from lightning_tricks.core.weights.tensors import local_part
 
@@ -123,5 +124,5 @@ class FiniteCheck:
 
 
 def _gradients(optimizers: Sequence[Optimizer]) -> list[Tensor]:
-    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    return [weight.grad for group in groups for weight in group["params"] if weight.grad is not None]
+    weights = [weight for optimizer in optimizers for weight in weights_of(optimizer)]
+    return [weight.grad for weight in weights if weight.grad is not None]

@@ -22,7 +22,8 @@ def local_weights(trainer: L.Trainer, module: L.LightningModule, trick: str) -> 
         return LocalWeights(module)
     if engine is Engine.FSDP2:
         return FSDP2(module)
-    if _offloads_to_nvme(trainer):
+    zero = trainer.strategy.config["zero_optimization"]  # type: ignore[attr-defined]  # DeepSpeed's
+    if (zero.get("offload_optimizer") or {}).get("device") == "nvme":
         raise MisconfigurationException(
             f"{trick} needs the fp32 weights in memory, got {type(trainer.strategy).__name__} with weights on NVMe."
             f" Offload the optimizer to the CPU, or remove {trick}."
@@ -38,8 +39,3 @@ def local_gradients(trainer: L.Trainer, module: L.LightningModule, trick: str) -
     """
     engine = require_engine(trainer, trick, *TORCH, why="where gradients and optimizers are torch's own")
     return FSDP2(module) if engine is Engine.FSDP2 else LocalWeights(module)
-
-
-def _offloads_to_nvme(trainer: L.Trainer) -> bool:
-    zero = trainer.strategy.config["zero_optimization"]  # type: ignore[attr-defined]  # DeepSpeed's
-    return (zero.get("offload_optimizer") or {}).get("device") == "nvme"

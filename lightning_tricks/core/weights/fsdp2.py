@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from lightning_tricks.core.weights.local import LocalWeights
-from lightning_tricks.core.weights.tensors import global_norm
+from lightning_tricks.core.weights.tensors import global_norm, gradients_kept
 
 
 class FSDP2(LocalWeights):
@@ -50,16 +50,12 @@ class FSDP2(LocalWeights):
     def gradients(self, loss: Tensor, weights: Sequence[Tensor]) -> Sequence[Tensor | None]:
         # torch.autograd.grad would give gradients of full tensors that are not summed over the ranks.
         self.reshard()
-        kept = [(parameter, parameter.grad) for parameter in self.module.parameters()]
-        for parameter, _ in kept:
-            parameter.grad = None
-        try:
-            loss.backward()
-            return [None if weight.grad is None else self.local(weight.grad) for weight in weights]
-        finally:
-            self.reshard()
-            for parameter, gradient in kept:
-                parameter.grad = gradient
+        with gradients_kept(self.module.parameters()):
+            try:
+                loss.backward()
+                return [None if weight.grad is None else self.local(weight.grad) for weight in weights]
+            finally:
+                self.reshard()
 
     @override
     def copies(self, names: Sequence[str]) -> list[int]:

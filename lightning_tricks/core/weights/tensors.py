@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -111,6 +111,19 @@ def hidden_from_autograd(weights: Sequence[Tensor]) -> AbstractContextManager[No
     """
     counted = tuple(weight for weight in weights if not weight.is_inference())
     return torch.autograd._unsafe_preserve_version_counter(counted)
+
+
+@contextmanager
+def gradients_kept(weights: Iterable[Tensor]) -> Iterator[None]:
+    """Leave the gradients of weights as they are, whatever a backward pass adds to them."""
+    kept = [(weight, weight.grad) for weight in dict.fromkeys(weights)]
+    for weight, _ in kept:
+        weight.grad = None
+    try:
+        yield
+    finally:
+        for weight, gradient in kept:
+            weight.grad = gradient
 
 
 @torch.no_grad()

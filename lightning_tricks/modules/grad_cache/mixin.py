@@ -131,14 +131,11 @@ class GradCacheHooks(Trick):
 
     conflicts = (
         Conflict(
-            ("SAMHooks",),
-            "SAM runs a step again at perturbed weights, and GradCacheMixin only a chunk of it at a time",
-            "Remove one of them",
+            ("SAMHooks",), "SAM runs a step again at perturbed weights, and GradCacheMixin only a chunk of it at a time"
         ),
         Conflict(
             ("MixingCallback", "HardExampleFilter"),
             "the samples of a full batch are mixed or compared by their losses, and a chunk is a part of it",
-            "Remove one of them",
         ),
         Conflict(("static_graph",), "DDP's static graph allows no second run of a step", "Remove static_graph"),
     )

@@ -27,15 +27,8 @@ from lightning_tricks.core.replay.own_batch import with_own_batch
 from lightning_tricks.core.replay.rerun import Start, begin_run, replaying, run_again
 from lightning_tricks.core.weights.gradients import require_dense
 from lightning_tricks.core.weights.local import LocalWeights
-from lightning_tricks.core.weights.tensors import copy_, hidden_from_autograd
-from lightning_tricks.modules.sam.misuse import (
-    ClosureGuard,
-    ScheduleWatch,
-    StepWatch,
-    gradients_kept,
-    misuse,
-    write_it_so,
-)
+from lightning_tricks.core.weights.tensors import copy_, gradients_kept, hidden_from_autograd
+from lightning_tricks.modules.sam.misuse import ClosureGuard, ScheduleWatch, StepWatch, misuse, write_it_so
 from lightning_tricks.modules.sam.recorder import RecordedStep, StepRecorder
 from lightning_tricks.modules.sam.rules import SAM, perturbed_weights
 

@@ -182,19 +182,6 @@ class StepWatch:
                 weight.grad = None if weight.grad._version == version else weight.grad
 
 
-@contextmanager
-def gradients_kept(weights: list[Tensor]) -> Iterator[None]:
-    """Leave the gradients of weights as they are, whatever a backward pass adds to them."""
-    kept = [(weight, weight.grad) for weight in dict.fromkeys(weights)]
-    for weight, _ in kept:
-        weight.grad = None
-    try:
-        yield
-    finally:
-        for weight, gradient in kept:
-            weight.grad = gradient
-
-
 def _has_gradient(weight: Tensor) -> bool:
     return weight.grad is not None and bool(weight.grad.count_nonzero())
 

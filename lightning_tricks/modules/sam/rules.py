@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_tricks.core.checks import check_bool, check_count, check_range, check_type
+from lightning_tricks.core.lightning.optimizer_groups import weights_of
 from lightning_tricks.core.selection import check_patterns, select_parameters
 from lightning_tricks.core.weights.tensors import global_norm
 
@@ -63,11 +64,10 @@ class SAM:
         check_bool("adaptive", self.adaptive)
         check_range("eta", self.eta, 0.0)
         check_count("every_n_steps", self.every_n_steps)
-        if self.micro_batch_size is not None:
-            check_count("micro_batch_size", self.micro_batch_size)
-        if self.parameters is not None:
-            check_patterns("parameters", self.parameters)
-            object.__setattr__(self, "parameters", _hashable(self.parameters))
+        check_count("micro_batch_size", self.micro_batch_size, optional=True)
+        check_patterns("parameters", self.parameters, optional=True)
+        if self.parameters is not None and not isinstance(self.parameters, str):
+            object.__setattr__(self, "parameters", tuple(self.parameters))  # which is hashable
 
     def perturb_(
         self, weights: Sequence[Tensor], gradients: Sequence[Tensor], names: Sequence[str], norm: Norm = global_norm
@@ -175,9 +175,7 @@ def asam_perturb_(
 
 def perturbed_weights(module: nn.Module, sam: SAM, optimizers: Sequence[Any]) -> dict[Tensor, str]:
     """The weights that are perturbed with their names, which are looked up only where settings need them."""
-    trained = [
-        w for optimizer in optimizers for group in optimizer.param_groups for w in group["params"] if w.requires_grad
-    ]
+    trained = [weight for optimizer in optimizers for weight in weights_of(optimizer) if weight.requires_grad]
     if not sam.adaptive and sam.parameters is None:
         return dict.fromkeys(trained, "")
     names = {weight: name for name, weight in module.named_parameters()}
@@ -200,10 +198,6 @@ def selected_names(module: nn.Module, parameters: str | Sequence[str]) -> set[st
         if found := {name for name, _ in module.named_parameters() if name.rpartition(".")[0] in norms}:
             return found
     return set(select_parameters(module, parameters))
-
-
-def _hashable(patterns: str | Sequence[str]) -> str | tuple[str, ...]:
-    return patterns if isinstance(patterns, str) else tuple(patterns)
 
 
 torch.serialization.add_safe_globals([SAM])  # a checkpoint with a SAM among its hyperparameters loads weights_only

@@ -16,9 +16,8 @@ from lightning_tricks.core.lightning.optimizer_groups import weights_of
 from lightning_tricks.core.random_numbers import random_numbers_of, random_state
 from lightning_tricks.core.replay.rerun import Start, begin_run, replaying, run_again
 from lightning_tricks.core.weights.local import LocalWeights
-from lightning_tricks.core.weights.tensors import copy_, hidden_from_autograd
+from lightning_tricks.core.weights.tensors import copy_, gradients_kept, hidden_from_autograd
 from lightning_tricks.modules.sam.engine import gradients_of, loss_of
-from lightning_tricks.modules.sam.misuse import gradients_kept
 from lightning_tricks.modules.sam.rules import SAM, perturbed_weights
 
 __all__ = ["sam_step"]

@@ -160,12 +160,7 @@ class LocalSGD(Compressor):
     """
 
     def __init__(
-        self,
-        period: int = 8,
-        start: int = 0,
-        outer_lr: float = 1.0,
-        outer_momentum: float = 0.0,
-        fragments: int = 1,
+        self, period: int = 8, start: int = 0, outer_lr: float = 1.0, outer_momentum: float = 0.0, fragments: int = 1
     ) -> None:
         super().__init__(post_localSGD_hook)
         check_count("local_sgd_period", period)

@@ -218,7 +218,8 @@ def _require_same(name: str, owner: nn.Module, places: Places, args: Any, kwargs
 def _owners(module: nn.Module, layers: Mapping[nn.Module, ParallelStyle]) -> dict[str, tuple[nn.Module, Places]]:
     """The modules that call split layers, by name, with the places of these layers."""
     found: dict[str, tuple[nn.Module, Places]] = {}
-    left_out = {inner for outer in module.modules() if _is_of_transformers(outer) for inner in outer.modules()}
+    kind: Any = getattr(sys.modules.get("transformers"), "PreTrainedModel", ())
+    left_out = {inner for outer in module.modules() if isinstance(outer, kind) for inner in outer.modules()}
     for path, layer in module.named_modules():
         if layer not in layers or layer in left_out or not any(True for _ in layer.parameters(recurse=False)):
             continue
@@ -281,7 +282,3 @@ def _differ(ours: Any, theirs: Any, tolerance: float) -> bool:
         return True
     far = (vector_norm((one - other).float()) > tolerance * vector_norm(other.float()) for one, other in pairs)
     return any(bool(each) for each in far)
-
-
-def _is_of_transformers(module: nn.Module) -> bool:
-    return isinstance(module, getattr(sys.modules.get("transformers"), "PreTrainedModel", ()))

@@ -15,13 +15,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FSDPModule,
-    FullyShardedDataParallel,
-    OffloadPolicy,
-    fully_shard,
-)
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, FullyShardedDataParallel, OffloadPolicy, fully_shard
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -66,8 +60,7 @@ class ShardedPreset(AtomicFolders, PresetStrategy, ModelParallelStrategy):
         if replicas != "nodes":
             check_count("replicas", replicas)
         check_bool("save_distributed_checkpoint", save_distributed_checkpoint)
-        if modules is not None:
-            check_patterns("modules", modules)
+        check_patterns("modules", modules, optional=True)
         check_type("process_group_backend", process_group_backend, str, NoneType)
         check_type("timeout", timeout, timedelta)
         self.offload = offload

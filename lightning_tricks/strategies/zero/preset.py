@@ -27,7 +27,7 @@ from typing_extensions import override
 
 from lightning_tricks.core.checks import check_bool, check_type
 from lightning_tricks.core.fit_start import announce
-from lightning_tricks.core.install import pip_install
+from lightning_tricks.core.install import pip_install, required
 from lightning_tricks.core.lightning.compiler import prepare_to_compile, remove_stale_locks
 from lightning_tricks.core.lightning.patching import wrap_method
 from lightning_tricks.core.lightning.trainer import is_fitting, will_step
@@ -47,10 +47,8 @@ OLDEST_DEEPSPEED = "0.19.8"
 
 def require_deepspeed() -> None:
     """Raise unless DeepSpeed is installed and new enough."""
-    try:
+    with required("ZeROPreset needs DeepSpeed", "deepspeed"):
         import deepspeed
-    except ImportError as error:
-        raise ImportError(f"ZeROPreset needs DeepSpeed: {pip_install('deepspeed')}") from error
     if TorchVersion(deepspeed.__version__) < OLDEST_DEEPSPEED:
         raise ImportError(
             f"ZeROPreset needs DeepSpeed {OLDEST_DEEPSPEED} or newer, got {deepspeed.__version__}:"
