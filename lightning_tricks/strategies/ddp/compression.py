@@ -35,13 +35,13 @@ _NEVER = sys.maxsize
 
 
 @torch.no_grad()
-def average(tensors: Iterable[Tensor], group: dist.ProcessGroup | None = None) -> None:
+def average(tensors: Iterable[Tensor]) -> None:
     """Replace tensors by their means over the ranks, in place, with one reduction per dtype."""
     by_dtype = groupby(sorted(tensors, key=lambda tensor: str(tensor.dtype)), lambda tensor: tensor.dtype)
     for _, of_one_dtype in by_dtype:
         parts = list(of_one_dtype)
-        flat = torch.cat([part.reshape(-1) for part in parts]).div_(dist.get_world_size(group))
-        dist.all_reduce(flat, group=group)
+        flat = torch.cat([part.reshape(-1) for part in parts]).div_(dist.get_world_size())
+        dist.all_reduce(flat)
         means = flat.split([part.numel() for part in parts])
         torch._foreach_copy_(parts, [mean.view_as(part) for mean, part in zip(means, parts, strict=True)])
 
