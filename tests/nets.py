@@ -42,6 +42,9 @@ def rank_loader() -> DataLoader[tuple[Tensor, ...]]:
     return DataLoader(Subset(data(48), mine), batch_size=size)
 
 
+TWO: dict[str, Any] = {"devices": 2, "use_distributed_sampler": False}  # settings of a fit with rank_loader()
+
+
 class Net(L.LightningModule):
     """A stock module with BatchNorm and dropout, so that buffers and random numbers matter."""
 
@@ -205,6 +208,13 @@ def weights(module: nn.Module) -> dict[str, Tensor]:
     """A copy of parameters and buffers; of sharded ones the whole, for which all ranks ask."""
     state = {name: value.detach() for name, value in module.state_dict().items()}
     return {name: v.full_tensor() if isinstance(v, DTensor) else v.clone() for name, v in state.items()}
+
+
+def trained(kind: type[L.LightningModule] = Net, *callbacks: Any, **settings: Any) -> dict[str, Tensor]:
+    """The end weights of a module that is built and fitted with callbacks."""
+    module = build(kind)
+    fit(module, callbacks=[*callbacks], **settings)
+    return weights(module)
 
 
 def assert_equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from timm.utils import adaptive_clip_grad
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard, distribute_module, distribute_tensor, init_device_mesh
 
 import lightning_tricks as lt
+from tests.conformance.runs import fp16
 from tests.device.devices import CUDA, device
 from tests.nets import (
     NormNet,
@@ -26,9 +26,11 @@ from tests.nets import (
     fit,
     loader,
     rank_loader,
+    trained,
     weights,
 )
 from tests.ranks import run_ranks
+from tests.refusals import assert_refused
 
 SHAPES: list[tuple[int, ...]] = [(), (5,), (1,), (4, 3), (3, 1), (8, 3, 3, 3), (2, 4, 3, 1, 1)]
 
@@ -111,30 +113,23 @@ class Timm(Callback):
         adaptive_clip_grad(everything[: len(everything) - self.head], self.clip_factor)
 
 
-def fp16() -> dict[str, Any]:
-    return {"plugins": [MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", init_scale=64.0))]}
-
-
 @pytest.mark.parametrize(
     "settings",
     [{}, {"accumulate_grad_batches": 3}, fp16(), {"precision": "bf16-mixed"}, {"gradient_clip_val": 0.01}],
     ids=["plain", "accumulate", "fp16", "bf16", "clip"],
 )
 def test_training_is_that_with_timms_function(settings: dict[str, Any]) -> None:
-    ours, theirs, reference = build(NormNet), build(NormNet), Timm(0.02)
-    fit(ours, callbacks=[lt.AdaptiveClip(0.02)], **settings)
+    theirs, reference = build(NormNet), Timm(0.02)
     run = fit(theirs, callbacks=[reference], **settings)
-    assert_equal(weights(ours), weights(theirs))
+    assert_equal(trained(NormNet, lt.AdaptiveClip(0.02), **settings), weights(theirs))
     assert reference.calls == run.global_step
 
 
 def test_the_head_can_be_left_out() -> None:
-    ours, theirs, whole = build(NormNet), build(NormNet), build(NormNet)
-    fit(ours, callbacks=[lt.AdaptiveClip(0.01, exclude=[r"layers\.3\."])])
-    fit(theirs, callbacks=[Timm(0.01, head=2)])
-    fit(whole, callbacks=[lt.AdaptiveClip(0.01)])
-    assert_equal(weights(ours), weights(theirs))
-    assert not torch.equal(ours.layers[3].weight, whole.layers[3].weight)
+    ours = trained(NormNet, lt.AdaptiveClip(0.01, exclude=[r"layers\.3\."]))
+    whole = trained(NormNet, lt.AdaptiveClip(0.01))
+    assert_equal(ours, trained(NormNet, Timm(0.01, head=2)))
+    assert not torch.equal(ours["layers.3.weight"], whole["layers.3.weight"])
 
 
 class Manual(NormNet):
@@ -154,12 +149,9 @@ class Manual(NormNet):
 
 @pytest.mark.parametrize("settings", [{}, fp16()], ids=["plain", "fp16"])
 def test_manual_optimization_is_clipped_as_well(settings: dict[str, Any]) -> None:
-    ours, theirs, plain = build(Manual), build(Manual), build(Manual)
-    fit(ours, callbacks=[lt.AdaptiveClip(0.02)], **settings)
-    fit(theirs, callbacks=[Timm(0.02)], **settings)
-    fit(plain, **settings)
-    assert_equal(weights(ours), weights(theirs))
-    assert not torch.equal(ours.layers[0].weight, plain.layers[0].weight)
+    ours, theirs = (trained(Manual, clip, **settings) for clip in (lt.AdaptiveClip(0.02), Timm(0.02)))
+    assert_equal(ours, theirs)
+    assert not torch.equal(ours["layers.0.weight"], trained(Manual, **settings)["layers.0.weight"])
 
 
 # -- two ranks ---------------------------------------------------------------------------------------------------------
@@ -201,31 +193,17 @@ class Whole(Callback):
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         pl_module.layers.reshard()  # validation leaves the root unsharded
-        self.weights = {name: each.full_tensor().detach().numpy() for name, each in pl_module.named_parameters()}
+        self.weights = {name: each.full_tensor().detach() for name, each in pl_module.named_parameters()}
 
 
 def on_two_ranks() -> dict[str, Any]:
-    with pytest.raises(
-        MisconfigurationException, match=r"along their first dimension, got placements .*Shard\(dim=1\)"
-    ):
-        fit(
-            build(CutColumns),
-            train=rank_loader(),
-            callbacks=[lt.AdaptiveClip()],
-            strategy=ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1),
-            devices=2,
-            use_distributed_sampler=False,
-        )
+    common = {"train": rank_loader(), "devices": 2, "use_distributed_sampler": False}
+    message = r"along their first dimension, got placements .*Shard\(dim=1\)"
+    with pytest.raises(MisconfigurationException, match=message):
+        fit(build(CutColumns), callbacks=[lt.AdaptiveClip()], strategy=ModelParallelStrategy(2, 1), **common)
     shards_equal_the_whole()
-    whole = Whole()
-    fit(
-        build(Sharded),
-        train=rank_loader(),
-        callbacks=[lt.AdaptiveClip(0.02, exclude=[r"layers\.2\."]), whole],
-        strategy=ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1),
-        devices=2,
-        use_distributed_sampler=False,
-    )
+    callbacks = [lt.AdaptiveClip(0.02, exclude=[r"layers\.2\."]), whole := Whole()]
+    fit(build(Sharded), callbacks=callbacks, strategy=ModelParallelStrategy(2, 1), **common)
     return whole.weights
 
 
@@ -246,28 +224,22 @@ def shards_equal_the_whole() -> None:
 
 
 def test_shards_are_clipped_as_the_whole_or_refused() -> None:
-    ended, _ = run_ranks(on_two_ranks)
-    alone = build(PlainNet)
-    fit(alone, train=loader(48, batch_size=16), callbacks=[lt.AdaptiveClip(0.02, exclude=[r"layers\.2\."])])
-    assert_close({name: torch.from_numpy(value) for name, value in ended.items()}, weights(alone), 1e-5)
+    alone = trained(PlainNet, lt.AdaptiveClip(0.02, exclude=[r"layers\.2\."]), train=loader(48, batch_size=16))
+    assert_close(run_ranks(on_two_ranks)[0], alone, 1e-5)
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        ({"clip_factor": -1}, ValueError, r"clip_factor must be in \[0.0, 1e\+30\], got -1"),
-        ({"clip_factor": "1"}, TypeError, "clip_factor must be a number"),
-        ({"eps": -1.0}, ValueError, "eps must be in"),
-        ({"exclude": 3}, TypeError, "exclude must be a string or a list of strings"),
-        ({"exclude": ["("]}, ValueError, "exclude: '\\(' is not a regular expression"),
-    ],
-)
-def test_mistakes_raise(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        lt.AdaptiveClip(**arguments)
+def test_mistakes_raise() -> None:
+    cases = [
+        (ValueError, {"clip_factor": -1}, r"clip_factor must be in \[0.0, 1e\+30\], got -1"),
+        (TypeError, {"clip_factor": "1"}, "clip_factor must be a number"),
+        (ValueError, {"eps": -1.0}, "eps must be in"),
+        (TypeError, {"exclude": 3}, "exclude must be a string or a list of strings"),
+        (ValueError, {"exclude": ["("]}, "exclude: '\\(' is not a regular expression"),
+    ]
+    assert_refused(lt.AdaptiveClip, cases)
 
 
 def test_a_pattern_must_be_found() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,12 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
 
 import lightning_tricks as lt
 from lightning_tricks.callbacks.auto_clip import NormHistory, clip_value, scale_down_
+from tests.conformance.runs import fp16
 from tests.device.devices import CUDA, device
 from tests.nets import (
     NormNet,
@@ -28,9 +29,11 @@ from tests.nets import (
     fit,
     loader,
     rank_loader,
+    trained,
     weights,
 )
 from tests.ranks import run_ranks
+from tests.refusals import assert_refused
 
 
 @pytest.mark.parametrize("percentile", [0, 10, 33.3, 50, 99, 100])
@@ -87,19 +90,15 @@ class ByHand(Callback):
                 gradient.mul_(limit / norm)
 
 
-def fp16() -> dict[str, Any]:
-    return {"plugins": [MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", init_scale=64.0))]}
-
-
 @pytest.mark.few(3)
 @pytest.mark.parametrize("history", [None, 4])
 @pytest.mark.parametrize("settings", [{}, {"accumulate_grad_batches": 2}, fp16()], ids=["plain", "accumulate", "fp16"])
 def test_training_is_that_by_the_formula(history: int | None, settings: dict[str, Any]) -> None:
-    ours, theirs, reference = build(NormNet), build(NormNet), ByHand(20, history)
-    fit(ours, callbacks=[lt.AutoClip(20, history=history)], max_epochs=4, **settings)
-    fit(theirs, callbacks=[reference], max_epochs=4, **settings)
+    reference = ByHand(20, history)
+    ours = trained(NormNet, lt.AutoClip(20, history=history), max_epochs=4, **settings)
+    theirs = trained(NormNet, reference, max_epochs=4, **settings)
     assert reference.clipped > 3
-    assert_close(weights(ours), weights(theirs), 1e-5)
+    assert_close(ours, theirs, 1e-5)
 
 
 @pytest.mark.parametrize("on", CUDA)
@@ -117,11 +116,10 @@ def test_a_device_is_not_waited_for(on: str) -> None:
 @pytest.mark.parametrize("on", CUDA)
 @pytest.mark.parametrize("history", [None, 4, 1000])
 def test_on_a_device_training_is_that_by_the_formula(history: int | None, on: str) -> None:
-    ours, theirs, reference = build(NormNet), build(NormNet), ByHand(20, history)
+    ours, reference = build(NormNet), ByHand(20, history)
     with device(on) as there:
         fit(ours, callbacks=[lt.AutoClip(20, history=history)], max_epochs=4, accelerator=there.name)
-    fit(theirs, callbacks=[reference], max_epochs=4)
-    assert_close(weights(ours), weights(theirs), 1e-5 if there.simulation else 1e-4)
+    assert_close(weights(ours), trained(NormNet, reference, max_epochs=4), 1e-5 if there.simulation else 1e-4)
 
 
 class Keep(Callback):
@@ -188,13 +186,12 @@ def test_each_optimizer_has_its_own_history() -> None:
 
 
 def test_a_resume_goes_on_exactly_with_the_history(tmp_path: Path) -> None:
-    whole, clip = build(NormNet), lt.AutoClip(30, history=5)
-    fit(whole, callbacks=[clip, SaveAt(tmp_path / "half.ckpt", epoch=1)], max_epochs=4)
-    resumed, other = build(NormNet), lt.AutoClip(30, history=5)
-    fit(resumed, callbacks=[other], max_epochs=4, ckpt_path=tmp_path / "half.ckpt")
+    clip, other = (lt.AutoClip(30, history=5) for _ in range(2))
+    whole = trained(NormNet, clip, SaveAt(tmp_path / "half.ckpt", epoch=1), max_epochs=4)
+    resumed = trained(NormNet, other, max_epochs=4, ckpt_path=tmp_path / "half.ckpt")
     assert torch.equal(other.state_dict()["norms"][0], clip.state_dict()["norms"][0])
     assert len(clip.state_dict()["norms"][0]) == 5
-    assert_equal(weights(resumed), weights(whole))
+    assert_equal(resumed, whole)
 
 
 class Sharded(ShardedLayers, PlainNet):
@@ -202,12 +199,10 @@ class Sharded(ShardedLayers, PlainNet):
 
 
 def on_two_ranks() -> tuple[list[float], list[float]]:
-    histories = []
-    for strategy in ("ddp", ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)):
+    histories, settings = [], {"devices": 2, "use_distributed_sampler": False, "max_epochs": 4}
+    for kind, strategy in ((PlainNet, "ddp"), (Sharded, ModelParallelStrategy(2, 1))):
         clip = lt.AutoClip(20)
-        module = build(PlainNet if strategy == "ddp" else Sharded)
-        settings = {"devices": 2, "use_distributed_sampler": False, "max_epochs": 4}
-        fit(module, train=rank_loader(), callbacks=[clip], strategy=strategy, **settings)
+        fit(build(kind), train=rank_loader(), callbacks=[clip], strategy=strategy, **settings)
         histories.append(clip.state_dict()["norms"][0].tolist())
     return histories[0], histories[1]
 
@@ -221,21 +216,13 @@ def test_ranks_have_the_norm_of_all() -> None:
         assert sharded == expected
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        ({"percentile": 101}, ValueError, r"percentile must be in \[0, 100\], got 101"),
-        ({"percentile": None}, TypeError, "percentile must be a number"),
-        ({"history": 0}, ValueError, "history must be at least 1"),
-        ({"history": 1.5}, TypeError, "history must be an integer"),
-    ],
-)
-def test_mistakes_raise(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        lt.AutoClip(**arguments)
-
-
-@pytest.mark.parametrize("percentile", [-1, 101])
-def test_no_such_percentile(percentile: float) -> None:
-    with pytest.raises(ValueError, match="percentile must be in"):
-        clip_value(torch.ones(3), percentile)
+def test_mistakes_raise() -> None:
+    cases = [
+        (ValueError, {"percentile": 101}, r"percentile must be in \[0, 100\], got 101"),
+        (TypeError, {"percentile": None}, "percentile must be a number"),
+        (ValueError, {"history": 0}, "history must be at least 1"),
+        (TypeError, {"history": 1.5}, "history must be an integer"),
+    ]
+    assert_refused(lt.AutoClip, cases)
+    ranges = [(ValueError, {"percentile": percentile}, "percentile must be in") for percentile in (-1, 101)]
+    assert_refused(partial(clip_value, torch.ones(3)), ranges)

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 import lightning_tricks as lt
 from lightning_tricks.callbacks.ema import ema_decay
 from lightning_tricks.functional import Averager
-from tests.nets import NormNet, PlainNet, assert_equal, build, fit, loader, rank_loader, weights
+from tests.nets import NormNet, PlainNet, assert_equal, build, fit, loader, rank_loader, trained, weights
 from tests.ranks import Cases, run_cases
 
 
@@ -46,14 +46,12 @@ def train(net: Any, averager: Averager | None = None, steps: int | None = None) 
 )
 @pytest.mark.parametrize("whole", [True, False], ids=["module", "list"])
 def test_the_averages_are_those_of_ema_bit_for_bit(settings: dict[str, Any], whole: bool) -> None:
-    trained = build(NormNet)
-    fit(trained, callbacks=[lt.EMA(**settings, at_end="averaged")])
-    net = build(NormNet)
+    expected, net = trained(NormNet, lt.EMA(**settings, at_end="averaged")), build(NormNet)
     averager = Averager(net if whole else net.parameters(), **settings)
     train(net, averager)
     raw = weights(net)
     with averager.swap():
-        assert_equal(weights(net), weights(trained))
+        assert_equal(weights(net), expected)
     assert_equal(weights(net), raw)
 
 
@@ -97,10 +95,7 @@ def test_a_saved_loop_goes_on_bit_for_bit(tmp_path: Path, inside: bool) -> None:
     averager = Averager(whole.parameters())
     train(whole, averager, 5)
     other = deepcopy(whole)
-    if inside:
-        with averager.swap():
-            torch.save(averager.state_dict(), tmp_path / "averager.pt")
-    else:
+    with averager.swap() if inside else nullcontext():
         torch.save(averager.state_dict(), tmp_path / "averager.pt")
     again = Averager(other)
     again.load_state_dict(torch.load(tmp_path / "averager.pt", weights_only=True))
@@ -122,6 +117,7 @@ def test_a_loaded_average_is_a_copy() -> None:
 
 def test_what_has_no_average_is_refused() -> None:
     weight = torch.ones(2)
+    other = {"updates": 1, "averages": [torch.ones(3)]}
     for error, call, message in (
         (ValueError, lambda: Averager([]), "must be one to average"),
         (ValueError, lambda: Averager(build(PlainNet).requires_grad_(False)), "none that requires gradients"),
@@ -134,11 +130,7 @@ def test_what_has_no_average_is_refused() -> None:
         (ValueError, lambda: Averager([weight], warmup="linear"), "warmup must be"),
         (ValueError, lambda: Averager(nn.LazyLinear(2)), "lazy layer has no weights"),
         (ValueError, lambda: Averager([weight]).load_state_dict({"updates": 1, "averages": []}), "got 0 for 1"),
-        (
-            ValueError,
-            lambda: Averager([weight]).load_state_dict({"updates": 1, "averages": [torch.ones(3)]}),
-            r"\[\(3,\)\] for \[\(2,\)\]",
-        ),
+        (ValueError, lambda: Averager([weight]).load_state_dict(other), r"\[\(3,\)\] for \[\(2,\)\]"),
     ):
         with pytest.raises(error, match=message):
             call()
@@ -171,10 +163,8 @@ class Wide(PlainNet):
 
 
 def under_fabric(strategy: str, folder: str) -> dict[str, dict[str, Tensor]]:
-    made = {
-        "fsdp2": lambda: L.fabric.strategies.ModelParallelStrategy(shard, data_parallel_size=2, tensor_parallel_size=1)
-    }
-    fabric = L.Fabric(accelerator="cpu", devices=2, strategy=made.get(strategy, lambda: strategy)())
+    made = L.fabric.strategies.ModelParallelStrategy(shard, 2, 1) if strategy == "fsdp2" else strategy
+    fabric = L.Fabric(accelerator="cpu", devices=2, strategy=made)
     fabric.launch()
     net = build(Wide)
     model = fabric.setup_module(net)
@@ -207,7 +197,7 @@ def under_fabric(strategy: str, folder: str) -> dict[str, dict[str, Tensor]]:
     assert all(map(torch.equal, averager.state_dict()["averages"], saved))
     with averager.swap():
         assert_equal(weights(net), {n: v for n, v in found["averaged 1"].items() if n != "output"})
-    return {name: {key: value.numpy() for key, value in each.items()} for name, each in found.items()}
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -230,10 +220,10 @@ def test_under_fabric_the_ranks_have_the_average_of_a_plain_loop(strategy: str, 
             with averager.swap() if name == "averaged" else nullcontext():
                 for key, value in weights(net).items():
                     for rank in (one, other):
-                        torch.testing.assert_close(torch.tensor(rank[f"{name} {epoch}"][key]), value)
+                        torch.testing.assert_close(rank[f"{name} {epoch}"][key], value)
                 if name == "averaged":
                     x = next(iter(loader(48, 16)))[0]
-                    whole = torch.cat([torch.tensor(rank[f"averaged {epoch}"]["output"]) for rank in (one, other)])
+                    whole = torch.cat([rank[f"averaged {epoch}"]["output"] for rank in (one, other)])
                     torch.testing.assert_close(whole, net(x).detach())
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Callable
 from itertools import product
@@ -13,7 +12,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, LearningRateMonitor
-from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import DeepSpeedStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities import CombinedLoader
@@ -23,7 +21,7 @@ from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, Weight
 import lightning_tricks as lt
 from lightning_tricks.callbacks.batch_size_warmup import BatchSizeWarmup, doublings, factor_at
 from lightning_tricks.schedules import optimizer_steps
-from tests.callbacks.test_lr_schedule import CLINet
+from tests.callbacks.test_lr_schedule import cli  # noqa: F401
 from tests.core.lightning.test_steps import SizedStream
 from tests.nets import (
     Net,
@@ -37,10 +35,12 @@ from tests.nets import (
     fit,
     loader,
     rank_loader,
+    trained,
     trainer,
     weights,
 )
 from tests.ranks import run_ranks
+from tests.refusals import assert_refused
 from tests.schedules.recording import SaveEveryStep, Tiny, ones
 
 GROW = ("accumulate", "loader")
@@ -144,34 +144,29 @@ def by_hand(
     return lrs
 
 
-def test_accumulation_that_grows_equals_a_loop_by_hand():
-    reference, module = build(NormNet), build(NormNet)
-    by_hand(reference, lambda epoch: loader(), [1, 2, 4, 4])
-    fit(module, callbacks=[BatchSizeWarmup(final=4)], max_epochs=4)
-    assert_equal(weights(reference), weights(module))
+@pytest.mark.parametrize("lr_rule", [None, "linear"])
+def test_accumulation_that_grows_equals_a_loop_by_hand(lr_rule):
+    reference = build(NormNet)
+    by_hand(reference, lambda epoch: loader(), [1, 2, 4, 4], lambda factor: factor / 4 if lr_rule else 1.0)
+    assert_equal(weights(reference), trained(NormNet, BatchSizeWarmup(final=4, lr_rule=lr_rule), max_epochs=4))
 
 
 def test_a_loader_that_grows_equals_a_loop_by_hand():
-    reference, module = build(NormNet), build(NormNet)
+    reference = build(NormNet)
     factors = [1, 2, 4, 4]
     by_hand(reference, lambda epoch: loader(batch_size=8 * factors[epoch]), [1] * 4)
-    fit(module, callbacks=[BatchSizeWarmup(final=4, grow="loader")], max_epochs=4)
-    assert_equal(weights(reference), weights(module))
+    assert_equal(weights(reference), trained(NormNet, BatchSizeWarmup(final=4, grow="loader"), max_epochs=4))
 
 
 def test_both_ways_train_alike_where_samples_do_not_meet_in_a_batch():
-    runs = [build(PlainNet), build(PlainNet)]
-    for module, grow in zip(runs, GROW, strict=True):
-        fit(module, train=loader(64), callbacks=[BatchSizeWarmup(final=4, grow=grow)], max_epochs=4)
-    assert_close(weights(runs[0]), weights(runs[1]))
+    runs = [trained(PlainNet, BatchSizeWarmup(final=4, grow=grow), train=loader(64), max_epochs=4) for grow in GROW]
+    assert_close(*runs)
 
 
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_without_growth_it_is_a_plain_loader(shuffle):
-    plain, module = build(), build()
-    fit(plain, train=loader(batch_size=16, shuffle=shuffle), max_epochs=3)
-    fit(module, train=loader(shuffle=shuffle), callbacks=[BatchSizeWarmup(2, final=2, grow="loader")], max_epochs=3)
-    assert_equal(weights(plain), weights(module))
+    module = trained(Net, BatchSizeWarmup(2, final=2, grow="loader"), train=loader(shuffle=shuffle), max_epochs=3)
+    assert_equal(module, trained(train=loader(batch_size=16, shuffle=shuffle), max_epochs=3))
 
 
 # -- the count --------------------------------------------------------------------------------------------------------
@@ -202,20 +197,18 @@ def test_a_given_sequence_is_followed(grow):
     assert factors == [1, 3, 3, 5]
 
 
-def test_max_steps_alone_is_the_count():
-    assert assert_counts(ones(5), BatchSizeWarmup(final=4, over=2), max_epochs=-1, max_steps=9).taken == 9
-    assert (
-        assert_counts(ones(5), BatchSizeWarmup(final=4, over=2, grow="loader"), max_epochs=-1, max_steps=9).taken == 9
-    )
+@pytest.mark.parametrize("grow", GROW)
+def test_max_steps_alone_is_the_count(grow):
+    callback = BatchSizeWarmup(final=4, over=2, grow=grow)
+    assert assert_counts(ones(5), callback, max_epochs=-1, max_steps=9).taken == 9
 
 
 @pytest.mark.few(3)
 @pytest.mark.parametrize("drop_last", [False, True])
 @pytest.mark.parametrize("workers", [{}, {"num_workers": 1}, {"num_workers": 1, "persistent_workers": True}])
 def test_a_growing_loader_with_workers_is_counted(workers, drop_last):
-    module = assert_counts(
-        ones(11, batch_size=2, drop_last=drop_last, **workers), BatchSizeWarmup(final=4, grow="loader"), max_epochs=4
-    )
+    train = ones(11, batch_size=2, drop_last=drop_last, **workers)
+    module = assert_counts(train, BatchSizeWarmup(final=4, grow="loader"), max_epochs=4)
     whole = [[2] * 5, [4] * 2, [8], [8]]
     assert module.sizes == (whole if drop_last else [[*sizes, 11 - sum(sizes)] for sizes in whole])
 
@@ -261,13 +254,9 @@ def test_fast_dev_run_is_counted(grow):
 def _count_on_a_rank() -> list[Any]:
     found = []
     for grow, limit, max_steps in product(GROW, (1.0, 3), (-1, 8)):
-        module = Counted()
-        callback = BatchSizeWarmup(final=3, over=3, grow=grow, lr_rule="linear")
-        train = ones(11, shuffle=True)
-        trainer(
-            strategy="ddp", devices=2, max_epochs=4, callbacks=[callback], limit_train_batches=limit,
-            max_steps=max_steps,
-        ).fit(module, train)  # fmt: skip
+        module, warmup = Counted(), BatchSizeWarmup(final=3, over=3, grow=grow, lr_rule="linear")
+        settings = {"max_epochs": 4, "max_steps": max_steps, "limit_train_batches": limit}
+        trainer(strategy="ddp", devices=2, callbacks=[warmup], **settings).fit(module, ones(11, shuffle=True))
         found.append((set(module.totals) == {module.taken}, module.taken, module.optimizer.lrs))
     return found
 
@@ -282,11 +271,9 @@ def test_the_count_is_what_two_ranks_take():
 
 
 def _rank_weights(grow: str) -> Any:
-    module = build(PlainNet)
     callback = BatchSizeWarmup(final=4, grow=grow, lr_rule="linear")
     settings = {"strategy": "ddp", "devices": 2, "use_distributed_sampler": False}
-    fit(module, train=rank_loader(), max_epochs=4, callbacks=[callback], **settings)
-    return weights(module)
+    return trained(PlainNet, callback, train=rank_loader(), max_epochs=4, **settings)
 
 
 @pytest.mark.parametrize("grow", GROW)
@@ -401,9 +388,8 @@ def test_a_resume_after_other_factors_is_refused(tmp_path):
     path = tmp_path / "x.ckpt"
     fit(build(), callbacks=[BatchSizeWarmup(final=4, over=4), SaveAt("on_train_epoch_end", path, 2)], max_epochs=6)
     for callback in (BatchSizeWarmup(final=4, over=2), BatchSizeWarmup(final=4, over=4, grow="loader")):
-        with pytest.raises(
-            MisconfigurationException, match=r"resumes after epochs with .* but training had \[\(1, 1\)"
-        ):
+        message = r"resumes after epochs with .* but training had \[\(1, 1\)"
+        with pytest.raises(MisconfigurationException, match=message):
             fit(build(), callbacks=[callback], max_epochs=6, ckpt_path=path)
     fit(build(), callbacks=[BatchSizeWarmup(final=4, over=4)], max_epochs=9, ckpt_path=path)
 
@@ -448,13 +434,6 @@ def test_the_rule_multiplies_whatever_schedule_runs(rule, grow):
     assert lrs(lambda o, m: lt.cosine(o, m), warmup()) == cosine
     assert lrs(lambda o, m: o, warmup(), lt.LRSchedule("cosine")) == cosine
     assert lrs(lambda o, m: o, lt.LRSchedule("cosine"), warmup()) == cosine
-
-
-def test_the_rule_trains_as_by_hand():
-    reference, module = build(NormNet), build(NormNet)
-    by_hand(reference, lambda epoch: loader(), [1, 2, 4, 4], lambda factor: factor / 4)
-    fit(module, callbacks=[BatchSizeWarmup(final=4, lr_rule="linear")], max_epochs=4)
-    assert_equal(weights(reference), weights(module))
 
 
 def test_each_group_keeps_its_own_learning_rate_and_a_tensor_stays_the_same():
@@ -581,9 +560,8 @@ def test_a_trainer_that_goes_on_goes_on_growing(grow):
 # -- refusals ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("error", "settings", "message"),
-    [
+def test_wrong_values_are_refused():
+    cases = [
         (ValueError, {"initial": 4, "final": 2}, "final must be at least initial=4, got 2"),
         (ValueError, {"initial": 0, "final": 2}, "initial must be at least 1, got 0"),
         (TypeError, {"final": 2.0}, "final must be an integer, got 2.0"),
@@ -599,21 +577,14 @@ def test_a_trainer_that_goes_on_goes_on_growing(grow):
         (TypeError, {"factors": []}, "sequence of integers"),
         (TypeError, {"factors": 3}, "sequence of integers"),
         (TypeError, {"factors": "12"}, "integer, got '1'"),
-    ],
-)
-def test_wrong_values_are_refused(error, settings, message):
-    with pytest.raises(error, match=message):
-        BatchSizeWarmup(**settings)
+    ]
+    assert_refused(BatchSizeWarmup, cases)
 
 
 @pytest.mark.parametrize(
     ("message", "settings", "arguments"),
     [
-        (
-            "GradientAccumulationScheduler: both decide",
-            {"callbacks": [GradientAccumulationScheduler({0: 2})]},
-            {},
-        ),
+        ("GradientAccumulationScheduler: both decide", {"callbacks": [GradientAccumulationScheduler({0: 2})]}, {}),
         (r"Trainer\(accumulate_grad_batches=2\)", {"accumulate_grad_batches": 2}, {}),
         ("fraction of max_epochs=-1: give over in epochs", {"max_epochs": -1, "max_steps": 4}, {}),
         ("reload_dataloaders_every_n_epochs", {"reload_dataloaders_every_n_epochs": 1}, {"grow": "loader"}),
@@ -701,13 +672,6 @@ def test_validation_alone_needs_nothing():
     ("arguments", "steps"),
     [("{final: 2, over: 0.5, lr_rule: sqrt}", 9), ("{factors: [1, 6], over: 1, grow: loader}", 7)],
 )
-def test_it_trains_from_yaml(tmp_path, monkeypatch, arguments, steps):
-    monkeypatch.setattr(sys, "argv", ["cli"])  # the CLI warns if it sees pytest's arguments
-    monkeypatch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")  # Lightning calls jsonargparse the old way
-    (tmp_path / "config.yaml").write_text(
-        "trainer: {accelerator: cpu, logger: false, enable_checkpointing: false, enable_progress_bar: false,"
-        " enable_model_summary: false, max_epochs: 2, num_sanity_val_steps: 0, callbacks: [{class_path:"
-        f" lightning_tricks.callbacks.batch_size_warmup.BatchSizeWarmup, init_args: {arguments}}}]}}\n"
-    )
-    tool = LightningCLI(CLINet, args=["fit", f"--config={tmp_path / 'config.yaml'}"], save_config_callback=None)
+def test_it_trains_from_yaml(cli, arguments, steps):  # noqa: F811
+    tool = cli(f"{{class_path: lightning_tricks.BatchSizeWarmup, init_args: {arguments}}}", "fit")
     assert tool.trainer.global_step == steps

@@ -155,10 +155,10 @@ def test_doing_nothing_is_bit_equal_to_no_callback() -> None:
         assert_equal(weights(fitted(callback)), weights(fitted()))
 
 
-@pytest.mark.parametrize(
-    "make",
-    [v2.RandAugment, lambda: partial(v2.functional.adjust_hue, hue_factor=0.1), lambda: lambda x: x + torch.rand(())],
-)
+ADJUSTS = partial(v2.functional.adjust_hue, hue_factor=0.1)
+
+
+@pytest.mark.parametrize("make", [v2.RandAugment, lambda: ADJUSTS, lambda: lambda x: x + torch.rand(())])
 def test_a_resumed_fit_goes_on_exactly(make: Any, tmp_path: Any) -> None:
     def callback() -> Any:
         return lt.BatchTransform(make())
@@ -201,13 +201,12 @@ def test_it_comes_before_the_filter_and_the_mixing_and_behind_smaller_images() -
         return sample
 
     callbacks = [lt.Mixup(), lt.BatchTransform(noted), lt.ProgressiveResizing(0.5, stop=1, multiple_of=8)]
-    module = Looks()
-    module.training_step = (
-        lambda batch: nn.functional.cross_entropy(  # type: ignore[assignment]
-            module.weight * batch[0].flatten(1)[:, :B], batch[1]
-        )
-    )
-    fit(module, train=feed((images(), LABELS)), val=feed(0), callbacks=callbacks, max_epochs=1, limit_val_batches=0)
+
+    class Classifies(Looks):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return nn.functional.cross_entropy(self.weight * batch[0].flatten(1)[:, :B], batch[1])
+
+    fit(Classifies(), train=feed((images(), LABELS)), callbacks=callbacks, max_epochs=1, limit_val_batches=0)
     assert shapes == [(3, 8, 8)] * B
     assert lt.BatchTransform.order < lt.HardExampleFilter().order
 
@@ -272,61 +271,42 @@ def boxes() -> Any:
 FLIP = v2.RandomHorizontalFlip()
 
 
-@pytest.mark.parametrize(
-    ("transform", "batch", "message"),
-    [
-        (
-            lt.CutOut(),
-            (images(), images()[:, 0]),
-            r"whether batch\[1\], a mask, must follow CutOut\(length=0.5\): use a tr",
-        ),
-        (
-            lt.ColOut(),
-            {"x": images(), "depth": images()[:, 0]},
-            r"does not change batch\['depth'\].*name it in target=",
-        ),
-        (by_python, (images(), [boxes()] * B), r"cannot change batch\[1\]\[0\], .*: use a transform of torchvision"),
-        (
-            FLIP,
-            {"x": images(), "boxes": torch.ones(B, 3, 4)},
-            r"cannot change batch\['boxes'\], .*: put tv_tensors in a list",
-        ),
-        (FLIP, {"x": images(), "depth": images()[:, 0]}, r"does not change batch\['depth'\]"),
-        (FLIP, (torch.ones(B, H, W), LABELS), r"torchvision's transforms take images \(B, C, H, W\), got 0: float32"),
-        (FLIP, {"pictures": images()}, "BatchTransform.*finds no such tensor"),
-        (
-            lt.CutOut(),
-            torch.ones(B, 8),
-            r"BatchTransform\(transform=CutOut\(.*: cutout needs .*\(8,\)\. The batch is a tensor: float32 \(6, 8\)",
-        ),
-        (v2.Normalize([0.0] * 3, [1.0] * 3), (images(channels=1).byte(), LABELS), "BatchTransform.*float tensor"),
-        (
-            v2.RandAugment(),
-            (images() * 2 - 1, LABELS),
-            r"RandAugment takes images with values in \[0, 1\].* from -1 to 1: n",
-        ),
-        (
-            v2.Compose([FLIP, v2.AugMix()]),
-            (images() * 2, LABELS),
-            r"AugMix takes images .* from .* to 2: normalize after it",
-        ),
-        (v2.RandomApply([v2.ColorJitter()]), (images() * 2, LABELS), "ColorJitter takes images with values in"),
-        (v1.Compose([v1.ColorJitter()]), (images() * 2, LABELS), "ColorJitter takes images with values in"),
-        (nn.Sequential(v2.ColorJitter()), (images() * 2, LABELS), "ColorJitter takes images with values in"),
-        (
-            v2.ToPILImage(),
-            (images(), LABELS),
-            r"needs a tensor of each sample of batch\[0\], got a Image: end ToPILImage",
-        ),
-        (lambda sample: sample.tolist(), (images(), LABELS), "needs a tensor of each sample .* got a list"),
-        (
-            v2.Lambda(lambda x: x[:, random.randrange(4) :]),
-            (images(), LABELS),
-            "samples of several shapes .* resize to one",
-        ),
-    ],
-    ids=lambda value: value[:40] if isinstance(value, str) else "",
-)
+IMAGES = images()
+CASES: list[tuple[Any, Any, str]] = [
+    (lt.CutOut(), (IMAGES, IMAGES[:, 0]), r"whether batch\[1\], a mask, must follow CutOut\(length=0.5\): use a tr"),
+    (lt.ColOut(), {"x": IMAGES, "depth": IMAGES[:, 0]}, r"does not change batch\['depth'\].*name it in target="),
+    (by_python, (IMAGES, [boxes()] * B), r"cannot change batch\[1\]\[0\], .*: use a transform of torchvision"),
+    (
+        FLIP,
+        {"x": IMAGES, "boxes": torch.ones(B, 3, 4)},
+        r"cannot change batch\['boxes'\], .*: put tv_tensors in a list",
+    ),
+    (FLIP, {"x": IMAGES, "depth": IMAGES[:, 0]}, r"does not change batch\['depth'\]"),
+    (FLIP, (torch.ones(B, H, W), LABELS), r"torchvision's transforms take images \(B, C, H, W\), got 0: float32"),
+    (FLIP, {"pictures": IMAGES}, "BatchTransform.*finds no such tensor"),
+    (
+        lt.CutOut(),
+        torch.ones(B, 8),
+        r"BatchTransform\(transform=CutOut\(.*: cutout needs .*\(8,\)\. The batch is a tensor: float32 \(6, 8\)",
+    ),
+    (v2.Normalize([0.0] * 3, [1.0] * 3), (images(channels=1).byte(), LABELS), "BatchTransform.*float tensor"),
+    (v2.RandAugment(), (IMAGES * 2 - 1, LABELS), r"RandAugment takes images with values in \[0, 1\].* from -1 to 1: n"),
+    (v2.Compose([FLIP, v2.AugMix()]), (IMAGES * 2, LABELS), r"AugMix takes images .* from .* to 2: normalize after it"),
+    *(
+        (jittered, (IMAGES * 2, LABELS), "ColorJitter takes images with values in")
+        for jittered in (
+            v2.RandomApply([v2.ColorJitter()]),
+            v1.Compose([v1.ColorJitter()]),
+            nn.Sequential(v2.ColorJitter()),
+        )
+    ),
+    (v2.ToPILImage(), (IMAGES, LABELS), r"needs a tensor of each sample of batch\[0\], got a Image: end ToPILImage"),
+    (lambda sample: sample.tolist(), (IMAGES, LABELS), "needs a tensor of each sample .* got a list"),
+    (v2.Lambda(lambda x: x[:, random.randrange(4) :]), (IMAGES, LABELS), "samples of several shapes .* resize to one"),
+]
+
+
+@pytest.mark.parametrize(("transform", "batch", "message"), CASES, ids=[case[-1][:40] for case in CASES])
 def test_what_cannot_be_transformed_is_refused(transform: Any, batch: Any, message: str) -> None:
     with pytest.raises(MisconfigurationException, match=message):
         seen(transform, batch)

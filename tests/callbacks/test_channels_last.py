@@ -16,7 +16,8 @@ from torch.utils.data import DataLoader, TensorDataset
 import lightning_tricks as lt
 from lightning_tricks.callbacks.channels_last import to_channels_last
 from tests.conformance.engines import cpu_deepspeed
-from tests.nets import Net, assert_close, build, fit, trainer, weights
+from tests.conformance.test_again import Stop
+from tests.nets import Net, assert_close, build, fit, trained, trainer, weights
 from tests.ranks import run_ranks
 
 LAST = torch.channels_last
@@ -81,23 +82,17 @@ def test_a_checkpoint_is_contiguous_and_resumes(weights_only: bool, tmp_path: An
 
 @pytest.mark.parametrize("stage", ["validate", "test", "predict"])
 def test_evaluation_alone_uses_it(stage: str) -> None:
-    module, run = build(Conv), trainer(callbacks=[lt.ChannelsLast()])
-    found = getattr(run, stage)(module, images(), **({} if stage == "predict" else {"verbose": False}))
+    module, quiet = build(Conv), {} if stage == "predict" else {"verbose": False}
+    found = getattr(trainer(callbacks=[lt.ChannelsLast()]), stage)(module, images(), **quiet)
     assert {last for _, last in module.formats} == {True}
-    plain = build(Conv)
-    expected = getattr(trainer(), stage)(plain, images(), **({} if stage == "predict" else {"verbose": False}))
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(found, getattr(trainer(), stage)(build(Conv), images(), **quiet))
     assert not any(layer._forward_pre_hooks for layer in module.modules())
 
 
 def test_an_exception_leaves_the_module_as_it_was() -> None:
-    class Stop(Callback):
-        def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
-            raise RuntimeError("planned")
-
     module = build(Conv)
     with pytest.raises(RuntimeError, match="planned"):
-        fit(module, train=images(), val=images(), callbacks=[lt.ChannelsLast(), Stop()])
+        fit(module, train=images(), val=images(), callbacks=[lt.ChannelsLast(), Stop(1)])
     assert not any(layer._forward_pre_hooks for layer in module.modules())
 
 
@@ -127,10 +122,8 @@ def test_a_compiled_network_gives_the_same() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.run(x)
 
-    module = build(Compiled)
-    fit(module, train=images(), val=images(), callbacks=[lt.ChannelsLast()])
-    plain = weights(fitted())
-    assert_close({name: weights(module)[name] for name in plain}, plain)  # without those of the compiled module
+    found, plain = trained(Compiled, lt.ChannelsLast(), train=images(), val=images()), weights(fitted())
+    assert_close({name: found[name] for name in plain}, plain)  # without those of the compiled module
 
 
 def two_ranks() -> dict[str, Any]:
@@ -139,12 +132,12 @@ def two_ranks() -> dict[str, Any]:
     module = fitted(lt.ChannelsLast(), strategy=DDPStrategy(gradient_as_bucket_view=True), **settings)
     assert all(last for _, last in module.formats)
     assert_close(weights(module), weights(plain))
-    return {name: value.numpy() for name, value in weights(module).items()}
+    return weights(module)
 
 
 def test_two_ranks_give_the_same() -> None:
     first, second = run_ranks(two_ranks)
-    assert all((first[name] == second[name]).all() for name in first if "running" not in name)
+    assert all(torch.equal(first[name], second[name]) for name in first if "running" not in name)
 
 
 def on_shards(engine: str) -> None:

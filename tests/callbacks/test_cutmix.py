@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import sys
 from collections.abc import Callable
@@ -32,7 +33,8 @@ from tests.core.batches.test_mixing import (
     train_by_hand,
 )
 from tests.device.devices import device
-from tests.nets import PlainNet, assert_close, assert_equal, build, fit, loader, weights
+from tests.nets import PlainNet, assert_close, assert_equal, build, fit, loader, quiet, weights
+from tests.refusals import assert_refused
 
 
 def marked(batch: int, *shape: int) -> Tensor:
@@ -127,10 +129,8 @@ class Wide(ImageNet):
 
 def big_images(batches: int, size: int = 6) -> list[Any]:
     numbers = torch.Generator().manual_seed(1)
-    return [
-        (torch.randn(size, 1, 8, 8, generator=numbers), torch.randint(2, (size,), generator=numbers))
-        for _ in range(batches)
-    ]
+    samples = lambda: torch.randn(size, 1, 8, 8, generator=numbers)  # noqa: E731
+    return [(samples(), torch.randint(2, (size,), generator=numbers)) for _ in range(batches)]
 
 
 def test_training_is_that_of_a_naive_loop_and_the_target_shows_the_greater_part() -> None:
@@ -141,9 +141,8 @@ def test_training_is_that_of_a_naive_loop_and_the_target_shows_the_greater_part(
     mixed = iter([x for x, _ in watch.batches])
     hand = train_by_hand(build(Wide), watch.drawn, batches, lambda x, lam, index: next(mixed))
     assert_close(weights(module), hand)
-    for (x, y), (cut, shown), seen, (lam, index) in zip(
-        batches, watch.batches, module.labels, watch.drawn, strict=True
-    ):
+    steps = zip(batches, watch.batches, module.labels, watch.drawn, strict=True)
+    for (x, y), (cut, shown), seen, (lam, index) in steps:
         other = cut != x
         assert torch.equal(cut[other], x[index][other])
         rows, columns = other.any(0)[0].any(1).sum().item(), other.any(0)[0].any(0).sum().item()
@@ -162,14 +161,8 @@ def test_soft_targets_and_several_inputs_get_the_same_box() -> None:
     module.register_forward_pre_hook(lambda _, args: cut.append(args[0]))
     watch = run(module, CutMix(inputs=["a", "b"]), feed(*({"a": x, "b": 2 * x, "labels": y} for x, y in plain)))
     assert all(torch.equal(2 * a, b) for a, b in zip(cut[::2], cut[1::2], strict=True))
-    mixed = iter(cut[::2])
-    hand = train_by_hand(
-        build(Wide),
-        watch.drawn,
-        plain,
-        lambda x, lam, index: next(mixed),
-        loss=F.binary_cross_entropy_with_logits,
-    )
+    mixed, bce = iter(cut[::2]), F.binary_cross_entropy_with_logits
+    hand = train_by_hand(build(Wide), watch.drawn, plain, lambda x, lam, index: next(mixed), loss=bce)
     assert_close(weights(module), hand)
 
 
@@ -221,11 +214,12 @@ def test_a_step_on_a_device_has_the_gradient_of_a_naive_loop(callback: Any, on: 
 
 # ---- mistakes, with Mixup too
 
+MANY = torch.zeros(4, 3, 8, 8)
+
 
 @pytest.mark.parametrize("kind", [lt.Mixup, lt.CutMix])
-@pytest.mark.parametrize(
-    ("error", "settings", "message"),
-    [
+def test_a_wrong_argument_is_refused_at_once(kind: Any) -> None:
+    cases = [
         (ValueError, {"alpha": -0.1}, r"alpha must be in \[0.0, 1000000.0\], got -0.1"),
         (ValueError, {"start": 0.5, "stop": 0.4}, "start must not be after stop, got start=0.5 and stop=0.4"),
         (ValueError, {"start": 5, "stop": 4}, "start must not be after stop, got start=5 and stop=4"),
@@ -239,33 +233,18 @@ def test_a_step_on_a_device_has_the_gradient_of_a_naive_loop(callback: Any, on: 
         (TypeError, {"stop": False}, "stop must be .*, got False"),
         (TypeError, {"inputs": 1.0}, "inputs must be a key, .*, got 1.0"),
         (TypeError, {"target": [None]}, r"target must be a key, .*, got \[None\]"),
-    ],
-)
-def test_a_wrong_argument_is_refused_at_once(kind: Any, error: Any, settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(error, match=message):
-        kind(**settings)
+    ]
+    assert_refused(kind, cases)
 
 
 @pytest.mark.parametrize("kind", [lt.Mixup, lt.CutMix])
 @pytest.mark.parametrize(
     ("x", "y", "message"),
     [
-        (
-            torch.zeros(4, 3, 8, 8, dtype=torch.uint8),
-            torch.zeros(4),
-            "uint8 for '0'.* convert it in the data set or, on the device, in on_after_batch_transfer",
-        ),
-        (torch.zeros(4, 3, 8, 8, dtype=torch.long), torch.zeros(4), "int64 for '0'.*HiddenMixup for token ids"),
-        (
-            torch.zeros(4, 3, 8, 8),
-            torch.zeros(2),
-            r"got inputs \(4, 3, 8, 8\) and 2 targets\. The batch has 0: float32 \(4, 3",
-        ),
-        (
-            torch.zeros(4, 3, 8, 8),
-            torch.tensor(1.0),
-            r"needs targets with one entry for each of the samples, .*, 1: float32 \(\)",
-        ),
+        (MANY.byte(), torch.zeros(4), "uint8 for '0'.* convert it in the data set or, on the device, in on_after_bat"),
+        (MANY.long(), torch.zeros(4), "int64 for '0'.*HiddenMixup for token ids"),
+        (MANY, torch.zeros(2), r"got inputs \(4, 3, 8, 8\) and 2 targets\. The batch has 0: float32 \(4, 3"),
+        (MANY, torch.tensor(1.0), r"needs targets with one entry for each of the samples, .*, 1: float32 \(\)"),
         (torch.tensor(1.0), torch.zeros(4), r"needs an input and a target for each sample, got inputs \(\) and 4"),
     ],
 )
@@ -286,19 +265,6 @@ def test_images_in_integers_may_be_converted_where_the_refusal_says() -> None:
 
 # ---- YAML, with Mixup too
 
-QUIET = """
-seed_everything: 7
-trainer:
-  accelerator: cpu
-  logger: false
-  enable_checkpointing: false
-  enable_progress_bar: false
-  enable_model_summary: false
-  max_epochs: 1
-  num_sanity_val_steps: 0
-  callbacks:
-"""
-
 
 class CLINet(ImageNet):
     def train_dataloader(self) -> Any:
@@ -311,11 +277,12 @@ class CLINet(ImageNet):
 @pytest.mark.parametrize("prefix", ["", "lightning_tricks."])
 def test_it_is_built_from_yaml_and_trains(prefix: str, tmp_path: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr(sys, "argv", ["cli"])
-    lines = [
-        f"  - {{class_path: {prefix}Mixup, init_args: {{alpha: 1, stop: 0.5, inputs: 0, target: '1'}}}}",
-        f"  - {{class_path: {prefix}CutMix, init_args: {{start: 3, inputs: ['0'], target: [1], prob: 0.5}}}}",
+    callbacks = [
+        {"class_path": f"{prefix}Mixup", "init_args": {"alpha": 1, "stop": 0.5, "inputs": 0, "target": "1"}},
+        {"class_path": f"{prefix}CutMix", "init_args": {"start": 3, "inputs": ["0"], "target": [1], "prob": 0.5}},
     ]
-    (tmp_path / "config.yaml").write_text(QUIET + "\n".join(lines))
+    settings = {"seed_everything": 7, "trainer": {**quiet, "max_epochs": 1, "callbacks": callbacks}}
+    (tmp_path / "config.yaml").write_text(json.dumps(settings))
     tool = LightningCLI(CLINet, args=["fit", f"--config={tmp_path / 'config.yaml'}"], save_config_callback=None)
     mixup, cutmix = (each for each in tool.trainer.callbacks if isinstance(each, lt.Mixup | lt.CutMix))
     assert (mixup.alpha, mixup.stop, mixup.inputs, mixup.target) == (1, 0.5, 0, "1")
@@ -400,11 +367,8 @@ def test_cutmix_mixes_labels_beside_masks_by_area() -> None:
 def with_part(**extra: Any) -> DataLoader[Any]:
     def collate(samples: list[Any]) -> Any:
         x, y = torch.utils.data.default_collate(samples)
-        return {
-            "image": x[:, :, None].expand(-1, -1, 8).clone(),
-            "label": y,
-            **{k: v(len(x)) for k, v in extra.items()},
-        }
+        parts = {name: make(len(x)) for name, make in extra.items()}
+        return {"image": x[:, :, None].expand(-1, -1, 8).clone(), "label": y, **parts}
 
     return DataLoader(loader().dataset, 8, collate_fn=collate)
 
@@ -457,10 +421,8 @@ def test_cutmix_takes_channels_before_the_image(image: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("image", [(3, 8, 8), (8, 8, 8)])
 def test_cutmix_refuses_a_mask_with_as_many_classes_as_rows_and_columns(image: tuple[int, ...]) -> None:
-    message = (
-        r"which dimensions are height and width in batch\['y'\].*mask of labels without channels.*\(B, 1, D, H, W\)"
-    )
-    refused(stepping(flat), message, [lt.CutMix()], train=pictures(image, (8, 8, 8)))
+    said = r"which dimensions are height and width in batch\['y'\].*mask of labels without channels.*\(B, 1, D, H, W\)"
+    refused(stepping(flat), said, [lt.CutMix()], train=pictures(image, (8, 8, 8)))
 
 
 @pytest.mark.parametrize("trick", [lambda: lt.CutMix(), lambda: lt.ProgressiveResizing(0.5, stop=9, multiple_of=2)])

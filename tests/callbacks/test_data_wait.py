@@ -19,7 +19,7 @@ import lightning_tricks as lt
 from lightning_tricks.callbacks import data_wait
 from lightning_tricks.callbacks.data_wait import useful_workers
 from tests.device.devices import CUDA, device
-from tests.nets import NormNet, PlainNet, SaveAt, assert_equal, build, data, fit, trainer, weights
+from tests.nets import NormNet, PlainNet, SaveAt, assert_equal, build, data, fit, trained, trainer, weights
 
 
 def spend(seconds: float, computing: bool) -> None:
@@ -132,10 +132,8 @@ def test_it_begins_anew_with_every_fit_and_warns_once_in_each() -> None:
         with pytest.warns(UserWarning, match="Training waits for data") as caught:
             run.fit(module, DataLoader(Slow(0.005, 8), 4), DataLoader(data(8), 4))
         (said,) = [str(each.message) for each in caught if "waits for data" in str(each.message)]
-        share = int(re.findall(r"data (\d+)%", said)[0]) / 100
-        assert float(run.callback_metrics["tricks/data_wait"]) == pytest.approx(share, abs=0.01), (
-            "nothing was logged yet"
-        )
+        share = pytest.approx(int(re.findall(r"data (\d+)%", said)[0]) / 100, abs=0.01)
+        assert float(run.callback_metrics["tricks/data_wait"]) == share, "nothing was logged yet"
 
 
 @pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch")
@@ -152,10 +150,10 @@ def test_a_fit_that_hardly_waits_is_not_warned_of() -> None:
 
 
 def test_it_changes_nothing() -> None:
-    plain, watched = build(NormNet), build(NormNet)
-    fit(plain)
+    watched = build(NormNet)
+    plain = trained(NormNet)
     run = fit(watched, callbacks=[lt.DataWait(warn=1.0)])
-    assert_equal(weights(watched), weights(plain))
+    assert_equal(weights(watched), plain)
     assert "_on_before_fetch" not in vars(run.fit_loop.epoch_loop), "nothing stays wrapped"
 
 

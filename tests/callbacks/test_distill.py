@@ -42,6 +42,7 @@ from tests.nets import (
 )
 from tests.ranks import run_ranks
 from tests.reference.loop import Naive, naive_fit
+from tests.refusals import assert_refused
 
 
 class NaiveDistill(Naive):
@@ -132,7 +133,11 @@ def images() -> DataLoader[Any]:
 
 class Gradients(Callback):
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-        self.found = {name: p.grad.clone() for name, p in pl_module.named_parameters() if p.grad is not None}
+        self.found = gradients_of(pl_module)
+
+
+def gradients_of(module: nn.Module) -> dict[str, Tensor]:
+    return {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
 
 
 def first_gradients(
@@ -158,7 +163,7 @@ def test_a_large_model_of_timm_teaches_a_small_one(precision: Any) -> None:
         p = torch.softmax(t.float() / 4, 1)
         distance = 16 * (p * (p.log() - torch.log_softmax(z.float() / 4, 1))).sum(1).mean()
         (F.cross_entropy(z, y) + 0.5 * distance).backward()
-    assert_close(found, {name: p.grad for name, p in reference.named_parameters() if p.grad is not None})
+    assert_close(found, gradients_of(reference))
     assert_equal(weights(big), before)
     assert big.training
     assert not any(weight.grad is not None for weight in big.parameters())
@@ -260,7 +265,7 @@ def test_the_tokens_of_a_model_of_transformers_count_but_for_padding(pad: bool) 
     with torch.no_grad(), in_eval(other):
         theirs = torch.cat([other(input_ids=ids[i : i + 1, part]).logits[0] for i, part in rows])
     (loss + distillation_loss(mine, theirs)).backward()
-    assert_close(found, {name: p.grad for name, p in reference.named_parameters()})
+    assert_close(found, gradients_of(reference))
 
 
 class Masked(nn.Module):
@@ -391,7 +396,7 @@ def test_outputs_of_layers_are_compared(features: Any, pairs: list[tuple[str, st
         other(x)
     loss = reference.training_step((x, y), 0)
     (loss + 3 * torch.stack([(outputs[a] - outputs[b]).square().mean() for a, b in pairs]).mean()).backward()
-    assert_close(found, {name: p.grad for name, p in reference.named_parameters()})
+    assert_close(found, gradients_of(reference))
 
 
 def test_outputs_of_a_layer_that_are_written_to_are_refused() -> None:
@@ -416,7 +421,7 @@ def test_numbers_that_are_no_logits_are_compared_by_their_squares() -> None:
     x, _ = next(iter(loader()))
     z = reference(x)
     (z.square().mean() + (z - teacher(x).detach()).square().mean()).backward()
-    assert_close(found, {name: p.grad for name, p in reference.named_parameters()})
+    assert_close(found, gradients_of(reference))
 
 
 def test_pixels_have_their_classes_in_the_second_dimension() -> None:
@@ -433,7 +438,7 @@ def test_pixels_have_their_classes_in_the_second_dimension() -> None:
     found = first_gradients(module, images(), lt.Distill(teacher))
     flat = [net(x).movedim(1, -1).reshape(-1, 5) for net in (reference.model, teacher)]
     (reference.training_step((x, None), 0) + distillation_loss(*flat)).backward()
-    assert_close(found, {name: p.grad for name, p in reference.named_parameters()})
+    assert_close(found, gradients_of(reference))
 
 
 class Twice(PlainNet):
@@ -452,7 +457,7 @@ def test_of_several_calls_the_mean_is_taken() -> None:
     found = first_gradients(module, loader(), lt.Distill(teacher))
     distances = [distillation_loss(reference(each), teacher(each)) for each in (x, -x)]
     (F.cross_entropy(reference(x), y) + F.cross_entropy(reference(-x), y) + sum(distances) / 2).backward()
-    assert_close(found, {name: p.grad for name, p in reference.named_parameters()})
+    assert_close(found, gradients_of(reference))
 
 
 class Heads(PlainNet):
@@ -546,27 +551,22 @@ def test_a_fit_resumed_amid_an_epoch_has_the_same_teacher(decay: float, tmp_path
     assert_equal(weights(rest), weights(whole))
 
 
+def on_shards() -> dict[str, Any]:
+    return {"strategy": ModelParallelStrategy(2, 1), "devices": 2, "use_distributed_sampler": False}
+
+
 def sharded(folder: Path, step: int | None) -> dict[str, Any]:
     save = ModelCheckpoint(folder, "{step}", every_n_train_steps=3, save_top_k=-1, enable_version_counter=False)
-    module = build(ShardedNet)
-    fit(
-        module,
-        train=rank_loader(),
-        callbacks=[lt.Distill(lt.Teacher(0.9)), save],
-        enable_checkpointing=True,
-        strategy=ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1),
-        devices=2,
-        use_distributed_sampler=False,
-        ckpt_path=step and folder / f"step={step}.ckpt",
-    )
+    settings = {"enable_checkpointing": True, "ckpt_path": step and folder / f"step={step}.ckpt"}
+    callbacks = [lt.Distill(lt.Teacher(0.9)), save]
+    fit(module := build(ShardedNet), train=rank_loader(), callbacks=callbacks, **on_shards(), **settings)
     module.layers.reshard()
-    return {name: value.numpy() for name, value in weights(module).items()}
+    return weights(module)
 
 
 def test_under_fsdp2_a_rank_has_its_shards_which_a_resumed_fit_reads(tmp_path: Path) -> None:
-    whole, _ = run_ranks(sharded, tmp_path, None)
-    rest, _ = run_ranks(sharded, tmp_path, 3)
-    assert all((whole[name] == rest[name]).all() for name in whole)
+    (whole, _), (rest, _) = (run_ranks(sharded, tmp_path, step) for step in (None, 3))
+    assert_equal(rest, whole)
 
 
 def taught(cut: bool) -> dict[str, Any]:
@@ -578,17 +578,15 @@ def taught(cut: bool) -> dict[str, Any]:
             if cut:
                 fully_shard(teacher, mesh=self.device_mesh["data_parallel"])
 
-    strategy = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
-    settings = {"strategy": strategy, "devices": 2, "use_distributed_sampler": False}
-    fit(module := build(Shards), train=rank_loader(), callbacks=[lt.Distill(teacher)], **settings)
+    fit(module := build(Shards), train=rank_loader(), callbacks=[lt.Distill(teacher)], **on_shards())
     assert cut == any(isinstance(weight, DTensor) for weight in teacher.parameters())
     module.layers.reshard()
-    return {name: value.numpy() for name, value in weights(module).items()}
+    return weights(module)
 
 
 def test_another_module_that_is_sharded_teaches_the_same() -> None:
     found, expected = (run_ranks(taught, cut)[0] for cut in (True, False))
-    assert all((found[name] == expected[name]).all() for name in expected)
+    assert_equal(found, expected)
 
 
 def test_an_error_of_the_teacher_leaves_the_module_as_it_was() -> None:
@@ -602,9 +600,7 @@ def test_an_error_of_the_teacher_leaves_the_module_as_it_was() -> None:
     with pytest.raises(RuntimeError, match="planned"):
         fit(module, callbacks=[lt.Distill(lt.Teacher(0.5), weight=0)])
     fit(plain, max_steps=3)
-    assert_equal(
-        {n: p.detach() for n, p in module.named_parameters()}, {n: p.detach() for n, p in plain.named_parameters()}
-    )
+    assert all(map(torch.equal, module.parameters(), plain.parameters()))
     assert all(part.training for part in module.modules())
 
 
@@ -671,25 +667,13 @@ class WritesOutputs(PlainNet):
         (Parts, lambda _: lt.Distill(nn.Linear(8, 2), student="layers"), "nor a part, as student='layers' says"),
         (ByHand, lambda _: lt.Distill(nn.Linear(8, 2)), "automatic_optimization=False: put Teacher"),
         (Net, lambda _: lt.Distill(nn.Linear(8, 3)), r"same shape, got \(8, 2\) from the student and \(8, 3\) from"),
-        (
-            Net,
-            lambda _: lt.Distill(nn.Linear(9, 2)),
-            r"called with the inputs of the student, \[\(8, 8\)\]: RuntimeError: mat1",
-        ),
+        (Net, lambda _: lt.Distill(nn.Linear(9, 2)), r"the inputs of the student, \[\(8, 8\)\]: RuntimeError: mat1"),
         (Pair, lambda _: lt.Distill(nn.Linear(8, 2)), "outputs that are tensors, or have them as logits, got tuple"),
         (Net, lambda _: lt.Distill(nn.Linear(8, 2), features="Conv2d"), r"Distill\(Linear\), in Net: features: a pat"),
         (Net, lambda _: lt.Distill(nn.Linear(8, 2), features={"Linear": "^"}), "Linear: features: a pattern must be"),
         (Net, lambda _: lt.Distill(nn.Sequential(nn.Linear(8, 2)), features="Linear"), "must select as many layers in"),
-        (
-            Parts,
-            lambda _: lt.Distill(lt.Teacher(), student="first", features="layers"),
-            "calls none of the layers that",
-        ),
-        (
-            WritesInputs,
-            lambda _: lt.Distill(nn.Linear(8, 2)),
-            r"step writes into the inputs or outputs of self\(\.\.\.\)",
-        ),
+        (Parts, lambda _: lt.Distill(lt.Teacher(), student="first", features="layers"), "calls none of the layers"),
+        (WritesInputs, lambda _: lt.Distill(nn.Linear(8, 2)), r"writes into the inputs or outputs of self\(\.\.\.\)"),
         (WritesOutputs, lambda _: lt.Distill(nn.Linear(8, 2)), "so that the teacher would see others: make new"),
         (Inside, lambda net: lt.Distill(net.big), r"Distill\(Linear\): this teacher is a part of Inside"),
         (Inside, lambda net: lt.Teacher(module=net), r"Teacher\(Inside\): this teacher is a part of Inside"),
@@ -714,36 +698,32 @@ def test_logits_of_one_class_are_refused() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.layers(x)[:, :1]
 
-    with pytest.raises(
-        MisconfigurationException, match=r"at least two classes, got outputs \(8, 1\): pass temperature"
-    ):
+    message = r"at least two classes, got outputs \(8, 1\): pass temperature"
+    with pytest.raises(MisconfigurationException, match=message):
         fit(build(One), callbacks=[lt.Distill(nn.Linear(8, 1))])
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        ({"teacher": 0.9}, TypeError, "teacher must be Module or TeachingCallback, got 0.9"),
-        ({"weight": -1}, ValueError, r"weight must be in \[0.0, inf\), got -1"),
-        ({"temperature": 0}, ValueError, "temperature must be above 0, got 0"),
-        ({"temperature": 1e200}, ValueError, r"temperature must be in \[0.0, 1000000.0\], got 1e\+200"),
-        ({"features": "("}, ValueError, "is not a regular expression"),
-        ({"features": {"a": 1}}, TypeError, "features must be a string"),
-        ({"features": 0}, TypeError, "features must be a string"),
-        ({"features": {}}, ValueError, "features must name something"),
-        ({"student": 1}, TypeError, "student must be str or None, got 1"),
-    ],
-    ids=str,
-)
-def test_wrong_arguments_are_refused(arguments: dict[str, Any], error: Any, message: str) -> None:
-    with pytest.raises(error, match=message):
-        lt.Distill(**{"teacher": nn.Linear(2, 2), **arguments})
+def test_wrong_arguments_are_refused() -> None:
+    cases = [
+        (TypeError, {"teacher": 0.9}, "teacher must be Module or TeachingCallback, got 0.9"),
+        (ValueError, {"weight": -1}, r"weight must be in \[0.0, inf\), got -1"),
+        (ValueError, {"temperature": 0}, "temperature must be above 0, got 0"),
+        (ValueError, {"temperature": 1e200}, r"temperature must be in \[0.0, 1000000.0\], got 1e\+200"),
+        (ValueError, {"features": "("}, "is not a regular expression"),
+        (TypeError, {"features": {"a": 1}}, "features must be a string"),
+        (TypeError, {"features": 0}, "features must be a string"),
+        (ValueError, {"features": {}}, "features must name something"),
+        (TypeError, {"student": 1}, "student must be str or None, got 1"),
+    ]
+    assert_refused(lambda **given: lt.Distill(**{"teacher": nn.Linear(2, 2), **given}), cases)
 
 
 def test_shapes_that_do_not_go_together_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"logits of one shape, .* along dim=-1, got \(4, 3\) and \(4, 2\)"):
-        distillation_loss(torch.zeros(4, 3), torch.zeros(4, 2))
-    with pytest.raises(ValueError, match=r"dim must be a dimension of the logits, \(4, 3\), got 2"):
-        distillation_loss(torch.zeros(4, 3), torch.zeros(4, 3), dim=2)
-    with pytest.raises(ValueError, match=r"mask must have the shape of the logits without dim=-1, \(4,\), got \(3,\)"):
-        distillation_loss(torch.zeros(4, 3), torch.zeros(4, 3), mask=torch.zeros(3))
+    logits = {"student": torch.zeros(4, 3), "teacher": torch.zeros(4, 3)}
+    narrow, mask = torch.zeros(4, 2), torch.zeros(3)
+    cases = [
+        (ValueError, {"teacher": narrow}, r"logits of one shape, .* along dim=-1, got \(4, 3\) and \(4, 2\)"),
+        (ValueError, {"dim": 2}, r"dim must be a dimension of the logits, \(4, 3\), got 2"),
+        (ValueError, {"mask": mask}, r"mask must have the shape of the logits without dim=-1, \(4,\), got \(3,\)"),
+    ]
+    assert_refused(lambda **given: distillation_loss(**{**logits, **given}), cases)

@@ -18,7 +18,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from matplotlib.figure import Figure
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 import lightning_tricks as lt
 from lightning_tricks.functional import ema_decay
@@ -28,17 +28,20 @@ from tests.nets import (
     NormNet,
     PlainNet,
     SaveAt,
+    Stream,
     assert_close,
     assert_equal,
     build,
     data,
     fit,
     loader,
+    trained,
     trainer,
     weights,
 )
 from tests.ranks import run_ranks
 from tests.reference.averages import NaiveEMA
+from tests.refusals import assert_refused
 
 
 def load(path: Any) -> dict[str, Any]:
@@ -107,14 +110,11 @@ def test_equals_a_naive_average(settings: dict[str, Any], accumulate: int) -> No
     naive.assert_equals(ema.averaged_state_dict())
 
 
-def test_warmup_forgets_the_first_weights_fast() -> None:
+def test_warmup_forgets_the_first_weights_fast_and_ends_at_the_decay() -> None:
     assert ema_decay(0, 0.999) == 0.1
     assert ema_decay(90, 0.999) == 0.91
     assert ema_decay(10**6, 0.999) == 0.999
     assert ema_decay(0, 0.9, warmup=False, every_n_steps=2) == pytest.approx(0.81)
-
-
-def test_the_power_warmup_ends_at_the_decay() -> None:
     assert ema_decay(0, 0.999, warmup="power") == 0
     assert ema_decay(7, 0.999, warmup="power") == pytest.approx(0.75)
     assert ema_decay(40_000, 0.999, warmup="power") == 0.999
@@ -142,10 +142,7 @@ def test_the_fp32_average_of_bf16_weights_stays_exact_through_validations() -> N
 
 
 def test_a_fraction_of_training_is_a_valid_start() -> None:
-    halves, steps = build(), build()  # 6 batches, 4 epochs
-    fit(halves, callbacks=[lt.EMA(0.9, start=0.5)], max_epochs=4)
-    fit(steps, callbacks=[lt.EMA(0.9, start=12)], max_epochs=4)
-    assert_equal(weights(halves), weights(steps))
+    assert_equal(trained(Net, lt.EMA(0.9, start=0.5), max_epochs=4), trained(Net, lt.EMA(0.9, start=12), max_epochs=4))
 
 
 def test_a_start_that_is_never_reached_leaves_everything_raw(tmp_path: Any) -> None:
@@ -208,10 +205,7 @@ def test_a_boolean_buffer_is_that_of_the_module(buffers: Any) -> None:
 
 @pytest.mark.parametrize("buffers", ["copy", "average"])
 def test_buffers_are_copied_or_averaged_and_integers_always_copied(buffers: Any) -> None:
-    plain, module = build(), build()
-    fit(plain)
-    fit(module, callbacks=[lt.EMA(0.9, buffers=buffers)])
-    ours, theirs = weights(module), weights(plain)
+    ours, theirs = trained(Net, lt.EMA(0.9, buffers=buffers)), trained()
     assert torch.equal(ours["layers.1.num_batches_tracked"], theirs["layers.1.num_batches_tracked"])
     assert torch.equal(ours["layers.1.running_mean"], theirs["layers.1.running_mean"]) == (buffers == "copy")
 
@@ -264,12 +258,8 @@ class InferenceMode(Rebinding):
 @pytest.mark.parametrize("kind", [Rebinding, InferenceMode])
 @pytest.mark.parametrize("validate", ["averaged", "both"])
 def test_buffers_that_were_made_in_inference_mode_are_averaged(kind: type[Net], validate: Any, tmp_path: Any) -> None:
-    class Save(Callback):
-        def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
-            trainer.save_checkpoint(tmp_path / "x.ckpt")
-
-    module = build(kind)
-    run = trainer(callbacks=[lt.EMA(0.9, buffers="average", validate=validate), Save()], max_epochs=1)
+    module, save = build(kind), SaveAt(tmp_path / "x.ckpt", step=4)
+    run = trainer(callbacks=[lt.EMA(0.9, buffers="average", validate=validate), save], max_epochs=1)
     run.validate(module, loader(24), verbose=False)
     run.fit(module, loader(), loader(24))
     assert module.seen.tolist() == [6, 6]  # three batches before the fit, and three with the averaged weights
@@ -328,12 +318,8 @@ def test_a_step_that_the_grad_scaler_skips_does_not_count(fused: bool) -> None:
 
 
 def test_a_fraction_of_an_unknown_length_is_refused_with_the_remedy() -> None:
-    class Stream(IterableDataset):
-        def __iter__(self) -> Any:
-            return iter(data())
-
     with pytest.raises(MisconfigurationException, match=r"EMA\(start=0.5\).*no length.*Give start in optimizer steps"):
-        fit(build(), train=DataLoader(Stream(), batch_size=8), callbacks=[lt.EMA(start=0.5)])
+        fit(build(), train=DataLoader(Stream(data()), batch_size=8), callbacks=[lt.EMA(start=0.5)])
 
 
 # ---- where the averaged weights are seen
@@ -353,9 +339,8 @@ def test_every_hook_of_validation_sees_the_averaged_weights_and_training_the_raw
 
 
 def test_validate_raw_validates_and_saves_the_raw_weights(tmp_path: Any) -> None:
-    plain = build()
+    plain, module, checkpoint = build(), build(), ModelCheckpoint(tmp_path, save_last=True)
     plain_run = fit(plain)
-    module, checkpoint = build(), ModelCheckpoint(tmp_path, save_last=True)
     run = fit(module, callbacks=[lt.EMA(0.9, validate="raw"), checkpoint], enable_checkpointing=True)
     assert run.callback_metrics["val_loss"] == plain_run.callback_metrics["val_loss"]
     assert_equal(load(tmp_path / "last.ckpt")["state_dict"], weights(plain))
@@ -420,18 +405,13 @@ def test_a_module_that_rewrites_its_checkpoint_saves_the_averaged_weights_too(tm
         def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
             checkpoint["state_dict"] = self.state_dict()
 
-    checkpoint, module = ModelCheckpoint(tmp_path, filename="x"), build(Rewriting)
-    fit(module, callbacks=[lt.EMA(0.9), checkpoint], enable_checkpointing=True)
-    assert_equal(load(tmp_path / "x.ckpt")["state_dict"], weights(module))
+    ended = trained(Rewriting, lt.EMA(0.9), ModelCheckpoint(tmp_path, filename="x"), enable_checkpointing=True)
+    assert_equal(load(tmp_path / "x.ckpt")["state_dict"], ended)
 
 
 def test_a_checkpoint_saved_before_the_callback_has_its_turn_misses_no_update(tmp_path: Any) -> None:
-    class Early(Callback):
-        def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
-            trainer.save_checkpoint(tmp_path / "x.ckpt")
-
     ema = lt.EMA(0.9)
-    fit(build(), callbacks=[Early(), ema])
+    fit(build(), callbacks=[SaveAt(tmp_path / "x.ckpt", step=12), ema])
     saved = load(tmp_path / "x.ckpt")
     assert saved["callbacks"]["EMA(decay=0.9)"]["updates"] == ema._running.updates == 12
     assert_equal(saved["state_dict"], ema.averaged_state_dict())
@@ -463,13 +443,13 @@ def test_a_finished_fit_started_again_ends_with_the_averaged_weights(tmp_path: A
 
 
 def test_a_checkpoint_saved_after_the_fit_holds_the_validated_weights_whatever_the_module_holds(tmp_path: Any) -> None:
-    ema, module, plain = lt.EMA(0.9, at_end="raw"), build(), build()
-    fit(plain)
+    ema, module = lt.EMA(0.9, at_end="raw"), build()
+    plain = trained()
     run = fit(module, callbacks=[ema])
     for _ in range(2):
         run.save_checkpoint(tmp_path / "x.ckpt")
         assert_equal(load(tmp_path / "x.ckpt")["state_dict"], ema.averaged_state_dict())
-        assert_equal(weights(module), weights(plain))
+        assert_equal(weights(module), plain)
 
 
 # ---- averages that belong to other weights
@@ -489,9 +469,10 @@ def test_the_first_trainer_of_two_saves_its_own_module(tmp_path: Any) -> None:
     assert_equal(saved_after(run, tmp_path / "x.ckpt"), weights(first))
 
 
-def test_another_module_is_saved_without_the_average(tmp_path: Any) -> None:
+def test_another_module_is_evaluated_and_saved_without_the_average(tmp_path: Any) -> None:
     run, other = fit(build(), callbacks=[lt.EMA(0.9)]), build()
-    run.validate(other, loader(24), verbose=False)
+    mine = run.validate(other, loader(24), verbose=False)
+    assert mine == trainer().validate(build(), loader(24), verbose=False)
     assert_equal(saved_after(run, tmp_path / "x.ckpt"), weights(other))
 
 
@@ -527,13 +508,13 @@ def test_a_later_fit_that_fails_at_once_leaves_the_first_module_alone() -> None:
 
 
 def test_a_resume_from_before_the_start_forgets_the_average(tmp_path: Any) -> None:
-    fresh, again, ema = build(NormNet), build(NormNet), lt.EMA(0.9, start=8)
+    again, ema = build(NormNet), lt.EMA(0.9, start=8)
     run = fit(again, callbacks=[ema, SaveAt(tmp_path / "x.ckpt", epoch=0)])
     run.fit(again, loader(), loader(24), ckpt_path=tmp_path / "x.ckpt")
     other = lt.EMA(0.9, start=8)
-    fit(fresh, callbacks=[other], ckpt_path=tmp_path / "x.ckpt")
+    fresh = trained(NormNet, other, ckpt_path=tmp_path / "x.ckpt")
     assert ema._running.updates == other._running.updates == 4
-    assert_equal(weights(again), weights(fresh))
+    assert_equal(weights(again), fresh)
 
 
 def test_raw_weights_changed_between_two_fits_start_a_new_average() -> None:
@@ -563,24 +544,15 @@ def test_averaged_buffers_of_a_checkpoint_can_be_resumed_as_copied_ones(tmp_path
     assert torch.equal(module.layers[1].running_mean, plain.layers[1].running_mean)
 
 
-def test_another_module_is_evaluated_with_its_own_weights() -> None:
-    run = fit(build(), callbacks=[lt.EMA(0.9)])
-    other = build()
-    mine = run.validate(other, loader(24), verbose=False)
-    assert mine == trainer().validate(build(), loader(24), verbose=False)
-
-
 @pytest.mark.few(4)
 @pytest.mark.parametrize("settings", [{}, {"every_n_steps": 3}, {"start": 5}, {"validate": "raw"}], ids=str)
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
 def test_resume_is_bit_exact(tmp_path: Any, settings: dict[str, Any], precision: Any) -> None:
-    whole, half, rest = build(NormNet), build(NormNet), build(NormNet)
-    ema = lt.EMA(0.9, **settings)
+    whole, rest = build(NormNet), build(NormNet)
+    ema, first, resumed = (lt.EMA(0.9, **settings) for _ in range(3))
     fit(whole, callbacks=[ema], max_epochs=4, precision=precision)
-    fit(half, callbacks=[lt.EMA(0.9, **settings)], max_epochs=2, precision=precision).save_checkpoint(
-        tmp_path / "x.ckpt"
-    )
-    resumed = lt.EMA(0.9, **settings)
+    half = fit(build(NormNet), callbacks=[first], max_epochs=2, precision=precision)
+    half.save_checkpoint(tmp_path / "x.ckpt")
     fit(rest, callbacks=[resumed], max_epochs=4, ckpt_path=tmp_path / "x.ckpt", precision=precision)
     assert_equal(weights(whole), weights(rest))
     assert_equal(ema._running.tensors, resumed._running.tensors)
@@ -590,13 +562,11 @@ def test_resume_is_bit_exact(tmp_path: Any, settings: dict[str, Any], precision:
 
 def test_the_last_checkpoint_of_a_finished_fit_resumes_exactly(tmp_path: Any) -> None:
     # ModelCheckpoint saves in on_train_end too, after the averaged weights went into the module
-    whole, half, rest = build(NormNet), build(NormNet), build(NormNet)
-    fit(whole, callbacks=[lt.EMA(0.9)], max_epochs=4)
-    settings: dict[str, Any] = {"enable_checkpointing": True}
-    fit(half, callbacks=[lt.EMA(0.9), ModelCheckpoint(tmp_path, save_last=True)], max_epochs=2, **settings)
-    assert_equal(load(tmp_path / "last.ckpt")["state_dict"], weights(half))
-    fit(rest, callbacks=[lt.EMA(0.9)], max_epochs=4, ckpt_path=tmp_path / "last.ckpt")
-    assert_equal(weights(whole), weights(rest))
+    whole, last = trained(NormNet, lt.EMA(0.9), max_epochs=4), ModelCheckpoint(tmp_path, save_last=True)
+    half = trained(NormNet, lt.EMA(0.9), last, max_epochs=2, enable_checkpointing=True)
+    assert_equal(load(tmp_path / "last.ckpt")["state_dict"], half)
+    rest = trained(NormNet, lt.EMA(0.9), max_epochs=4, ckpt_path=tmp_path / "last.ckpt")
+    assert_equal(whole, rest)
 
 
 def test_the_same_trainer_goes_on_with_both_weights() -> None:
@@ -604,27 +574,17 @@ def test_the_same_trainer_goes_on_with_both_weights() -> None:
         def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
             started.append((weights(pl_module), ema.averaged_state_dict(), ema._running.updates))
 
-    plain, module, ema, started = build(), build(), lt.EMA(0.9, warmup=False), []
-    fit(plain, max_epochs=1)
+    module, ema, started = build(), lt.EMA(0.9, warmup=False), []
+    plain = trained(max_epochs=1)
     run = fit(module, callbacks=[ema, Start()], max_epochs=1)
     ended = weights(module)
     run.fit_loop.max_epochs = 2
     run.fit(module, loader(), loader(24))
     raw, average, updates = started[1]
-    assert_equal(raw, weights(plain))
+    assert_equal(raw, plain)
     assert_equal(average, ended)
     assert updates == 6
     assert ema._running.updates == 12
-
-
-def test_weights_changed_between_two_fits_are_respected() -> None:
-    module, ema = build(), lt.EMA(0.9)
-    run = fit(module, callbacks=[ema], max_epochs=1)
-    with torch.no_grad():
-        module.layers[0].weight.zero_()
-    run.fit_loop.max_epochs = 1
-    run.fit(module, loader(), loader(24))  # nothing left to do but to start
-    assert not module.layers[0].weight.any()
 
 
 def test_a_checkpoint_without_average_can_be_resumed_with_one(tmp_path: Any) -> None:
@@ -657,18 +617,17 @@ def test_an_exception_in_validation_leaves_the_module_raw_and_the_checkpoint_rig
     tmp_path: Any, error: type[BaseException]
 ) -> None:
     naive, module = NaiveEMA(0.9, warmup=True), build(Failing, error=error)
-    raw = build()
-    fit(raw, max_epochs=2)
+    raw = trained(max_epochs=2)
     checkpoint = ModelCheckpoint(tmp_path, filename="broken", save_on_exception=True)
     handler = signal.getsignal(signal.SIGINT)
     with pytest.raises((RuntimeError, SystemExit)):
         fit(module, callbacks=[checkpoint, lt.EMA(0.9), naive], enable_checkpointing=True)
     signal.signal(signal.SIGINT, handler)  # which Lightning ignores from the first Ctrl-C on
-    assert_equal(weights(module), weights(raw))
+    assert_equal(weights(module), raw)
     (path,) = [path for path in tmp_path.iterdir() if "exception" in path.name or "broken" in path.name]
     saved = load(path)
     naive.assert_equals(saved["state_dict"])
-    raw_weights = {name: value for name, value in weights(raw).items() if name in raw_of(saved)}
+    raw_weights = {name: value for name, value in raw.items() if name in raw_of(saved)}
     assert_equal(raw_of(saved), raw_weights)
 
 
@@ -686,9 +645,8 @@ def test_a_checkpoint_of_another_trainer_after_a_failed_fit_holds_the_averaged_w
     ema = lt.EMA(0.9)
     with pytest.raises(RuntimeError, match="planned"):
         fit(build(Failing), callbacks=[ema])
-    checkpoint, module = ModelCheckpoint(tmp_path, filename="x"), build()
-    fit(module, callbacks=[ema, checkpoint], enable_checkpointing=True)
-    assert_equal(load(tmp_path / "x.ckpt")["state_dict"], weights(module))
+    ended = trained(Net, ema, ModelCheckpoint(tmp_path, filename="x"), enable_checkpointing=True)
+    assert_equal(load(tmp_path / "x.ckpt")["state_dict"], ended)
 
 
 def test_no_hook_stays_on_the_optimizer_after_a_fit() -> None:
@@ -699,31 +657,25 @@ def test_no_hook_stays_on_the_optimizer_after_a_fit() -> None:
 # ---- arguments
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        ({"decay": 1.5}, ValueError, r"decay must be in \[0.0, 1.0\), got 1.5"),
-        ({"decay": 1.0}, ValueError, "decay"),
-        ({"decay": -0.1}, ValueError, "decay"),
-        ({"decay": "0.9"}, TypeError, "decay must be a number"),
-        ({"decay": float("nan")}, ValueError, "decay"),
-        ({"warmup": 3}, TypeError, "warmup must be True or False, got 3"),
-        ({"warmup": "powr"}, ValueError, "warmup must be one of 'power', got 'powr'. Did you mean 'power'"),
-        ({"every_n_steps": 0}, ValueError, "every_n_steps must be at least 1, got 0"),
-        ({"every_n_steps": 1.5}, TypeError, "every_n_steps"),
-        ({"start": 1.5}, ValueError, "start must be an int"),
-        ({"start": -1}, ValueError, "start"),
-        ({"buffers": "avg"}, ValueError, "buffers must be one of 'copy', 'average', got 'avg'"),
-        ({"validate": "average"}, ValueError, "Did you mean 'averaged'"),
-        ({"at_end": None}, ValueError, "at_end"),
-        ({"device": "gpu"}, ValueError, "device must be one of 'cpu', got 'gpu'"),
-    ],
-)
-def test_bad_arguments_name_the_argument_the_value_and_what_is_allowed(
-    arguments: dict[str, Any], error: type[Exception], message: str
-) -> None:
-    with pytest.raises(error, match=message):
-        lt.EMA(**arguments)
+def test_bad_arguments_name_the_argument_the_value_and_what_is_allowed() -> None:
+    cases = [
+        (ValueError, {"decay": 1.5}, r"decay must be in \[0.0, 1.0\), got 1.5"),
+        (ValueError, {"decay": 1.0}, "decay"),
+        (ValueError, {"decay": -0.1}, "decay"),
+        (TypeError, {"decay": "0.9"}, "decay must be a number"),
+        (ValueError, {"decay": float("nan")}, "decay"),
+        (TypeError, {"warmup": 3}, "warmup must be True or False, got 3"),
+        (ValueError, {"warmup": "powr"}, "warmup must be one of 'power', got 'powr'. Did you mean 'power'"),
+        (ValueError, {"every_n_steps": 0}, "every_n_steps must be at least 1, got 0"),
+        (TypeError, {"every_n_steps": 1.5}, "every_n_steps"),
+        (ValueError, {"start": 1.5}, "start must be an int"),
+        (ValueError, {"start": -1}, "start"),
+        (ValueError, {"buffers": "avg"}, "buffers must be one of 'copy', 'average', got 'avg'"),
+        (ValueError, {"validate": "average"}, "Did you mean 'averaged'"),
+        (ValueError, {"at_end": None}, "at_end"),
+        (ValueError, {"device": "gpu"}, "device must be one of 'cpu', got 'gpu'"),
+    ]
+    assert_refused(lt.EMA, cases)
 
 
 def test_asking_for_an_average_before_there_is_one_is_an_error() -> None:
@@ -742,35 +694,27 @@ def fit_ranks(folder: str) -> dict[str, Any]:
     run = fit(module, callbacks=[ema, naive], strategy="ddp", devices=2, max_epochs=2)
     naive.assert_equals(module.state_dict())
     run.save_checkpoint(f"{folder}/half.ckpt")
-    whole, rest = build(PlainNet), build(PlainNet)
-    fit(whole, callbacks=[lt.EMA(0.9)], strategy="ddp", devices=2, max_epochs=4)
+    whole = trained(PlainNet, lt.EMA(0.9), strategy="ddp", devices=2, max_epochs=4)
     half = fit(build(PlainNet), callbacks=[lt.EMA(0.9)], strategy="ddp", devices=2, max_epochs=2)
     half.save_checkpoint(f"{folder}/plain.ckpt")
-    fit(rest, callbacks=[lt.EMA(0.9)], strategy="ddp", devices=2, max_epochs=4, ckpt_path=f"{folder}/plain.ckpt")
-    assert_equal(weights(whole), weights(rest))
-    return {name: value.numpy() for name, value in ema.averaged_state_dict().items() if "running" not in name}
+    rest = trained(PlainNet, lt.EMA(0.9), strategy="ddp", devices=2, max_epochs=4, ckpt_path=f"{folder}/plain.ckpt")
+    assert_equal(whole, rest)
+    return {name: value for name, value in ema.averaged_state_dict().items() if "running" not in name}
 
 
 def test_ddp_averages_resumes_and_agrees_between_ranks(tmp_path: Any) -> None:
-    first, second = run_ranks(fit_ranks, str(tmp_path))
-    assert first.keys() == second.keys()
-    assert all((first[name] == second[name]).all() for name in first)
+    assert_equal(*run_ranks(fit_ranks, str(tmp_path)))
 
 
 @pytest.mark.parametrize("on", CUDA)
 def test_on_a_device_an_average_equals_a_naive_one_and_can_live_in_host_memory(on: str) -> None:
     naive, module = NaiveEMA(0.9), build()
     with device(on) as there:
-        fit(
-            module,
-            callbacks=[lt.EMA(0.9, warmup=False), naive],
-            accelerator=there.name,
-            max_epochs=3,
-            log_every_n_steps=1,
-        )
-        average = {name: value.cpu() for name, value in naive.average.items()}
-        for name, value in average.items():
-            torch.testing.assert_close(module.state_dict()[name].cpu().double(), value, atol=1e-6, rtol=1e-6)
+        settings = {"accelerator": there.name, "max_epochs": 3, "log_every_n_steps": 1}
+        fit(module, callbacks=[lt.EMA(0.9, warmup=False), naive], **settings)
+        for name, value in naive.average.items():
+            found = module.state_dict()[name].cpu().double()
+            torch.testing.assert_close(found, value.cpu(), atol=1e-6, rtol=1e-6)
         beside, apart = build(), build()
         fit(beside, callbacks=[lt.EMA(0.9)], accelerator=there.name)
         fit(apart, callbacks=[lt.EMA(0.9, device="cpu")], accelerator=there.name, log_every_n_steps=1)
@@ -781,10 +725,11 @@ def test_on_a_device_an_average_equals_a_naive_one_and_can_live_in_host_memory(o
 # ---- the module changed behind the callback's back
 
 
-def test_weights_written_through_data_between_two_fits_are_respected() -> None:
+@pytest.mark.parametrize("through", [lambda weight: weight.data, torch.Tensor.detach], ids=["data", "detach"])
+def test_weights_written_between_two_fits_are_respected(through: Any) -> None:
     module, ema = build(), lt.EMA(0.9)
     run = fit(module, callbacks=[ema], max_epochs=1)
-    module.layers[0].weight.data.fill_(7.0)
+    through(module.layers[0].weight).fill_(7.0)
     run.fit(module, loader(), loader(24))  # nothing left to do but to start
     assert module.layers[0].weight.eq(7).all()
 
@@ -803,10 +748,7 @@ def test_a_checkpoint_saved_between_forward_and_step_disturbs_nothing(hook: str,
     def save(module: L.LightningModule, _: Any = None) -> None:
         module.trainer.save_checkpoint(tmp_path / "x.ckpt")
 
-    saving, plain = build(type("Saving", (Net,), {hook: save})), build()
-    fit(plain, callbacks=[lt.EMA(0.9)])
-    fit(saving, callbacks=[lt.EMA(0.9)])
-    assert_equal(weights(saving), weights(plain))
+    assert_equal(trained(type("Saving", (Net,), {hook: save}), lt.EMA(0.9)), trained(Net, lt.EMA(0.9)))
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -872,9 +814,8 @@ def rows_of(logger: CSVLogger, name: str) -> list[tuple[int, float]]:
 @pytest.mark.parametrize("loaders", [1, 2])
 def test_each_metric_is_that_of_its_weights(net: type[Net], loaders: int) -> None:
     if loaders == 2 and net is NormNet:
-        net = type(
-            "Two", (NormNet,), {"validation_step": lambda self, b, i, dataloader_idx: Net.validation_step(self, b, i)}
-        )
+        step = lambda self, batch, i, dataloader_idx: Net.validation_step(self, batch, i)  # noqa: E731
+        net = type("Two", (NormNet,), {"validation_step": step})
     val = [loader(24) for _ in range(loaders)]
     together, averaged, raw = (scores(e, net=net, val=val) for e in (both(), lt.EMA(0.9), lt.EMA(0.9, validate="raw")))
     for row, ours, theirs in zip(together, averaged, raw, strict=True):
@@ -888,21 +829,18 @@ def test_each_metric_is_that_of_its_weights(net: type[Net], loaders: int) -> Non
 
 
 def test_training_is_bit_equal_to_training_without() -> None:
-    plain, averaged = build(Net), build(Net)
-    fit(plain, val_check_interval=2)
+    averaged = build(Net)
+    plain = trained(Net, val_check_interval=2)
     run = fit(averaged, callbacks=[both(at_end="raw")], val_check_interval=2)
-    assert_equal(weights(plain), weights(averaged))
+    assert_equal(plain, weights(averaged))
     assert "log" not in vars(averaged)
     assert run.callbacks
 
 
 def test_each_best_checkpoint_holds_the_weights_that_scored(tmp_path: Path) -> None:
-    files = {
-        name: ModelCheckpoint(tmp_path / name, monitor=name, save_last=True, save_top_k=2)
-        for name in ("val_loss", "val_loss_raw")
-    }
-    module = build(NormNet)
-    fit(module, callbacks=[*files.values(), both()], enable_checkpointing=True, max_epochs=4)
+    names, keeps = ("val_loss", "val_loss_raw"), {"save_last": True, "save_top_k": 2}
+    files = {name: ModelCheckpoint(tmp_path / name, monitor=name, **keeps) for name in names}
+    fit(build(NormNet), callbacks=[*files.values(), both()], enable_checkpointing=True, max_epochs=4)
     for name, checkpoint in files.items():
         for path, score in checkpoint.best_k_models.items():
             result = trainer().validate(build(NormNet), loader(24), ckpt_path=path, verbose=False)[0]
@@ -914,11 +852,10 @@ def test_each_best_checkpoint_holds_the_weights_that_scored(tmp_path: Path) -> N
 @pytest.mark.parametrize("name", ["val_loss", "val_loss_raw"])
 def test_a_run_resumes_exactly_from_either(name: str, tmp_path: Path) -> None:
     checkpoint = ModelCheckpoint(tmp_path, monitor=name, save_top_k=-1, filename="{epoch}")
-    whole, rest = build(NormNet), build(NormNet)
     first, second = both(), both()
-    fit(whole, callbacks=[first, checkpoint], enable_checkpointing=True, max_epochs=4)
-    fit(rest, callbacks=[second], max_epochs=4, ckpt_path=tmp_path / "epoch=1.ckpt")
-    assert_equal(weights(whole), weights(rest))
+    whole = trained(NormNet, first, checkpoint, enable_checkpointing=True, max_epochs=4)
+    rest = trained(NormNet, second, max_epochs=4, ckpt_path=tmp_path / "epoch=1.ckpt")
+    assert_equal(whole, rest)
     assert first._raw_metrics.state_dict() == second._raw_metrics.state_dict()
 
 
@@ -955,13 +892,12 @@ class Fails(NormNet):
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 @pytest.mark.parametrize("call", [2, 5])  # three batches each: the second fails in the raw pass, the fifth after it
 def test_an_exception_in_either_pass_leaves_trainer_and_module_as_they_should_be(call: int, error: Any) -> None:
-    module, ema, plain = build(Fails, call=call, error=error), both(), build(Fails)
+    module, ema = build(Fails, call=call, error=error), both()
     run = trainer(callbacks=[ema], max_epochs=1)
     L.seed_everything(7)
     with pytest.raises((RuntimeError, SystemExit)):
         run.fit(module, loader(), loader(24))
-    fit(plain, max_epochs=1)
-    assert_equal(weights(module), weights(plain))
+    assert_equal(weights(module), trained(Fails, max_epochs=1))
     assert ema in run.callbacks
     assert "log" not in vars(module)
     assert "run" not in vars(run.fit_loop.epoch_loop.val_loop)
@@ -1007,11 +943,11 @@ def test_several_averages_are_each_right_resume_and_one_is_shown(tmp_path: Path)
     for ema, naive in zip(first, naives, strict=True):
         naive.assert_equals(ema.averaged_state_dict())
     naives[1].assert_equals(module.state_dict())
-    resumed, rest = averages(), build(NormNet)
-    fit(rest, callbacks=resumed, ckpt_path=tmp_path / "epoch=1.ckpt", max_epochs=4)
+    resumed = averages()
+    rest = trained(NormNet, *resumed, ckpt_path=tmp_path / "epoch=1.ckpt", max_epochs=4)
     for ema, other in zip(first, resumed, strict=True):
         assert_equal(ema.averaged_state_dict(), other.averaged_state_dict())
-    assert_equal(weights(module), weights(rest))
+    assert_equal(weights(module), rest)
 
 
 def test_several_averages_log_under_their_decay() -> None:
@@ -1022,10 +958,9 @@ def test_several_averages_log_under_their_decay() -> None:
 
 @pytest.mark.parametrize("argument", ["validate", "at_end"])
 def test_only_one_average_can_be_shown(argument: str) -> None:
+    other = lt.EMA(0.99, **{"validate": "raw", "at_end": "raw", argument: "averaged"})
     with pytest.raises(MisconfigurationException, match=rf"^EMA\(decay=0.9\) and EMA\(decay=0.99, .*{argument}"):
-        fit(
-            build(), callbacks=[lt.EMA(0.9), lt.EMA(0.99, **{"validate": "raw", "at_end": "raw", argument: "averaged"})]
-        )
+        fit(build(), callbacks=[lt.EMA(0.9), other])
 
 
 def test_two_averages_of_one_decay_are_refused() -> None:

@@ -867,7 +867,7 @@ MORE = [(name, size) for name in KINDS for size in (0, 1) if (name, size) not in
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cases", [FEW, pytest.param(MORE, marks=pytest.mark.slow)], ids=["few", "more"])
+@pytest.mark.parametrize("cases", [FEW, MORE], ids=["few", "more"])
 def test_so_they_do_on_another_number_of_ranks(cases: list[tuple[str, int]], tmp_path: Path) -> None:
     ones = {case: life((case[0], 0), str(Path(tmp_path, *map(str, case), "one")), None, 1) for case in cases}
     found = run_cases(other_lives, cases, str(tmp_path), timeout=300)

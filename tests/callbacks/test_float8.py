@@ -205,9 +205,8 @@ def test_mistakes_are_named() -> None:
 
 @pytest.mark.parametrize(("recipe", "capability"), [("tensorwise", "8.9"), ("rowwise", "9.0")])
 def test_hardware_without_float8_is_refused(recipe: Recipe, capability: str) -> None:
-    with pytest.raises(
-        MisconfigurationException, match=rf"CUDA device of .*{capability} or more, got cpu.*emulate=True"
-    ):
+    message = rf"CUDA device of .*{capability} or more, got cpu.*emulate=True"
+    with pytest.raises(MisconfigurationException, match=message):
         trained(lt.Float8(recipe=recipe))
 
 
@@ -298,8 +297,6 @@ class Split(Wide):
 
 
 STRATEGIES: dict[str, Any] = {
-    "ddp": lambda: {"strategy": "ddp"},
-    "fsdp2": lambda: lt.preset("fsdp2_bf16", precision="32-true"),
     "zero2": lambda: {"strategy": cpu_deepspeed(2)},
     "tensor": lambda: {"strategy": ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=2)},
 }
@@ -317,7 +314,7 @@ def two_ranks() -> Cases:
     return run_cases(on_ranks, list(STRATEGIES))
 
 
-@pytest.mark.slow  # the quick ones are in tests/conformance/test_ranks.py
+@pytest.mark.slow  # DDP and FSDP2 are in tests/conformance/test_ranks.py
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_two_ranks_equal_one_process(strategy: str, two_ranks: Cases) -> None:
     """A rank scales by its own batch: one process has the same products if it accumulates the batches of both."""

@@ -19,8 +19,9 @@ import lightning_tricks as lt
 from lightning_tricks.core import device
 from lightning_tricks.core.lightning import trainer as facts
 from tests.conformance.runs import ShardedNet, Steps, fp16
-from tests.nets import PlainNet, assert_equal, build, fit, loader, rank_loader, weights
+from tests.nets import TWO, PlainNet, assert_equal, build, fit, loader, rank_loader, trained, weights
 from tests.ranks import run_ranks
+from tests.refusals import assert_refused
 
 KINDS = ("gradient_norm", "weight_norm", "update_norm", "update_ratio")
 OURS = tuple(f"tricks/{kind}" for kind in KINDS)
@@ -63,12 +64,7 @@ class Deep(PlainNet):
 
 GROUPS = {
     1: {"backbone": ("backbone.",), "head": ("head.",), "scale": ("scale",)},
-    2: {
-        "backbone.first": ("backbone.first.",),
-        "backbone.second": ("backbone.second.",),
-        "head": ("head.",),
-        "scale": ("scale",),
-    },
+    2: {name: (f"{name}.",) for name in ("backbone.first", "backbone.second", "head")} | {"scale": ("scale",)},
 }
 
 
@@ -113,9 +109,7 @@ def test_the_norms_are_those_of_a_plain_loop(accumulate: int, depth: int) -> Non
         assert found[step] == pytest.approx(values, rel=1e-4, abs=1e-6)
     last = {name: float(value) for name, value in run.callback_metrics.items() if name.startswith("tricks/")}
     assert last == pytest.approx(found[max(found)])
-    plain = build(Deep)
-    fit(plain, accumulate_grad_batches=accumulate)
-    assert_equal(weights(module), weights(plain))
+    assert_equal(weights(module), trained(Deep, accumulate_grad_batches=accumulate))
 
 
 def test_only_every_so_many_steps_are_measured_each_in_one_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,15 +200,8 @@ def test_each_of_several_optimizers_is_measured() -> None:
 
 
 def on_two_ranks(strategy: str) -> dict[int, dict[str, float]]:
-    fsdp = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
-    return logged(
-        lt.GradientStats(every_n_steps=1),
-        kind=ShardedNet if strategy == "fsdp2" else PlainNet,
-        strategy=fsdp if strategy == "fsdp2" else strategy,
-        devices=2,
-        train=rank_loader(),
-        use_distributed_sampler=False,
-    )[0]
+    kind, engine = (ShardedNet, ModelParallelStrategy(2, 1)) if strategy == "fsdp2" else (PlainNet, strategy)
+    return logged(lt.GradientStats(every_n_steps=1), kind=kind, train=rank_loader(), strategy=engine, **TWO)[0]
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
@@ -252,15 +239,11 @@ def test_sparse_gradients_are_refused() -> None:
     assert steps.made == 0
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error"),
-    [
-        ({"every_n_steps": 0}, ValueError),
-        ({"every_n_steps": 0.5}, TypeError),
-        ({"depth": 0}, ValueError),
-        ({"depth": "2"}, TypeError),
-    ],
-)
-def test_wrong_arguments_are_refused(arguments: dict[str, Any], error: type[Exception]) -> None:
-    with pytest.raises(error, match=f"{next(iter(arguments))} must be"):
-        lt.GradientStats(**arguments)
+def test_wrong_arguments_are_refused() -> None:
+    cases = [
+        (ValueError, {"every_n_steps": 0}, "every_n_steps must be"),
+        (TypeError, {"every_n_steps": 0.5}, "every_n_steps must be"),
+        (ValueError, {"depth": 0}, "depth must be"),
+        (TypeError, {"depth": "2"}, "depth must be"),
+    ]
+    assert_refused(lt.GradientStats, cases)

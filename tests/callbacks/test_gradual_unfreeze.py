@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,15 +34,18 @@ from tests.nets import (
     fit,
     loader,
     rank_loader,
+    trained,
     weights,
 )
 from tests.ranks import run_ranks
+from tests.refusals import assert_refused
 from tests.schedules.recording import SaveEveryStep
 
 GROUPS = [r"^layers\.2\.", r"^layers\.0\."]
 SETTINGS: dict[str, Any] = {"at": [3, 0.5], "parameters": GROUPS, "lr_factor": 0.5}
 AT = (3, 6)  # of 12 steps
 WINDOWS = {"accumulate_grad_batches": 3}
+TWELVE: dict[str, Any] = {"train": loader(24), "max_epochs": 4}  # optimizer steps
 
 
 class Deep(Net):
@@ -48,9 +53,7 @@ class Deep(Net):
 
     def __init__(self, lr: float = 0.05) -> None:
         super().__init__(lr)
-        self.layers = nn.Sequential(
-            *(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2)),
-        )
+        self.layers = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2))
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=self.lr, weight_decay=0.1)
@@ -60,9 +63,7 @@ class Deep(Net):
 class DeepNorm(Deep):
     def __init__(self, lr: float = 0.05) -> None:
         super().__init__(lr)
-        self.layers = nn.Sequential(
-            *(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8), nn.BatchNorm1d(8, affine=False), nn.Linear(8, 2)),
-        )
+        self.layers[1], self.layers[3] = nn.BatchNorm1d(8), nn.BatchNorm1d(8, affine=False)
 
 
 def by_hand(module: Deep, batches: Any, *, epochs: int = 4, lr_factor: float = 0.5) -> list[list[float]]:
@@ -106,7 +107,7 @@ class Watch(Callback):
 def test_training_equals_groups_that_join_by_hand_and_rates_follow_the_curve() -> None:
     reference, module, watch = build(Deep), build(Deep), Watch()
     rates = by_hand(reference, list(loader(24)))
-    fit(module, train=loader(24), callbacks=[lt.GradualUnfreeze(**SETTINGS), watch], max_epochs=4)
+    fit(module, callbacks=[lt.GradualUnfreeze(**SETTINGS), watch], **TWELVE)
     assert_equal(weights(module), weights(reference))
     assert watch.trains == [[True, step >= 3, step >= 6] for step in range(12)]
     for ours, theirs in zip(watch.lrs, rates, strict=True):
@@ -119,33 +120,23 @@ def test_training_equals_groups_that_join_by_hand_and_rates_follow_the_curve() -
 @pytest.mark.parametrize("accumulate", [2, 3])
 def test_a_group_joins_between_accumulation_windows(accumulate: int) -> None:
     watch = Watch()
-    fit(
-        build(Deep),
-        train=loader(40),
-        callbacks=[lt.GradualUnfreeze([1, 3], parameters=GROUPS), watch],
-        accumulate_grad_batches=accumulate,
-        max_epochs=2,
-    )
+    callbacks = [lt.GradualUnfreeze([1, 3], parameters=GROUPS), watch]
+    fit(build(Deep), train=loader(40), callbacks=callbacks, accumulate_grad_batches=accumulate, max_epochs=2)
     assert watch.trains == [[True, step >= 1, step >= 3] for step in range(len(watch.trains))]
 
 
 def test_epochs_count_when_asked_to() -> None:
     watch = Watch()
-    callback = lt.GradualUnfreeze([1, 3], parameters=GROUPS, unit="epoch")
-    fit(build(Deep), train=loader(24), callbacks=[callback, watch], max_epochs=4)
+    trained(Deep, lt.GradualUnfreeze([1, 3], parameters=GROUPS, unit="epoch"), watch, **TWELVE)
     assert watch.trains == [[True, step >= 3, step >= 9] for step in range(12)]
 
 
 def test_groups_by_depth() -> None:
-    module = build(Deep)
-    assert unfreeze_order(module, r"^layers\.(\d+)", 2) == [
-        ["layers.2.weight", "layers.2.bias"],
-        ["layers.0.weight", "layers.0.bias"],
-    ]
-    by_number, by_pattern = build(Deep), build(Deep)
-    fit(by_number, callbacks=[lt.GradualUnfreeze([2, 4], parameters=r"^layers\.(\d+)")])
-    fit(by_pattern, callbacks=[lt.GradualUnfreeze([2, 4], parameters=GROUPS)])
-    assert_equal(weights(by_number), weights(by_pattern))
+    names = [[f"layers.{number}.weight", f"layers.{number}.bias"] for number in (2, 0)]
+    assert unfreeze_order(build(Deep), r"^layers\.(\d+)", 2) == names
+    by_number = trained(Deep, lt.GradualUnfreeze([2, 4], parameters=r"^layers\.(\d+)"))
+    by_pattern = trained(Deep, lt.GradualUnfreeze([2, 4], parameters=GROUPS))
+    assert_equal(by_number, by_pattern)
 
 
 class Modes(Callback):
@@ -169,7 +160,7 @@ class Trains(DeepNorm):
 def test_batchnorm_of_what_is_frozen_stays_in_eval_mode(kind: type[Deep]) -> None:
     modes, module = Modes(), build(kind)
     callback = lt.GradualUnfreeze([3, 6], parameters=[r"^layers\.2\.", r"^layers\.[01]\."])
-    fit(module, train=loader(24), callbacks=[callback, modes], max_epochs=4)
+    fit(module, callbacks=[callback, modes], **TWELVE)
     assert modes.seen == [[step >= 6, step >= 3] for step in range(12)]
     assert not any(bool(mean.any()) for mean in modes.statistics[:6])
     assert modes.statistics[6].any()
@@ -188,10 +179,9 @@ def test_modules_may_be_wrapped_later() -> None:
     wrapping, plain = build(Wrapping), build(DeepNorm)
     for module in (wrapping, plain):
         callback = lt.GradualUnfreeze([3, 6], parameters=[r"^layers\.2\.", r"^layers\.[01]\."], lr_factor=0.5)
-        fit(module, train=loader(24), callbacks=[callback], max_epochs=4)
-    assert all(
-        torch.equal(a, b) for a, b in zip(wrapping.state_dict().values(), plain.state_dict().values(), strict=True)
-    )
+        fit(module, callbacks=[callback], **TWELVE)
+    assert all(map(torch.equal, wrapping.state_dict().values(), plain.state_dict().values()))
+    assert len(wrapping.state_dict()) == len(plain.state_dict())
     assert all(each.requires_grad for each in wrapping.parameters())
 
 
@@ -243,12 +233,10 @@ def test_a_schedule_by_callback_is_followed() -> None:
     """LRSchedule is attached after the groups were split."""
     by_callback, by_module = Watch(), Watch()
     schedule = lt.LRSchedule("cosine", warmup=2)
-    callbacks = [schedule, lt.GradualUnfreeze(**SETTINGS), by_callback]
-    one, other = build(Plain), build(Deep)
-    fit(one, train=loader(24), callbacks=callbacks, max_epochs=4)
-    fit(other, train=loader(24), callbacks=[lt.GradualUnfreeze(**SETTINGS), by_module], max_epochs=4)
+    one = trained(Plain, schedule, lt.GradualUnfreeze(**SETTINGS), by_callback, **TWELVE)
+    other = trained(Deep, lt.GradualUnfreeze(**SETTINGS), by_module, **TWELVE)
     assert by_callback.lrs == by_module.lrs
-    assert_equal(weights(one), weights(other))
+    assert_equal(one, other)
 
 
 class StepLRNet(Deep):
@@ -260,7 +248,7 @@ class StepLRNet(Deep):
 
 def test_schedulers_of_torch_are_followed() -> None:
     watch = Watch()
-    fit(build(StepLRNet), train=loader(24), callbacks=[lt.GradualUnfreeze(**SETTINGS), watch], max_epochs=4)
+    trained(StepLRNet, lt.GradualUnfreeze(**SETTINGS), watch, **TWELVE)
     for step, lrs in enumerate(watch.lrs):
         assert lrs == pytest.approx([0.1 * 0.5 ** (step // 2) * 0.5**k for k in range(3)])
 
@@ -277,77 +265,46 @@ class WithBackbone(Deep):
 
 
 def test_one_group_is_what_lightnings_backbone_finetuning_does() -> None:
-    ours, theirs = build(WithBackbone), build(WithBackbone)
     reference = BackboneFinetuning(2, lambda epoch: 1.0, backbone_initial_ratio_lr=0.1, verbose=False)
-    fit(theirs, train=loader(24), callbacks=[reference], max_epochs=4)
     callback = lt.GradualUnfreeze([2], parameters=[r"^layers\.[0-3]\."], unit="epoch", lr_factor=0.1)
-    fit(ours, train=loader(24), callbacks=[callback], max_epochs=4)
-    assert_close(weights(ours), weights(theirs))
+    assert_close(trained(WithBackbone, callback, **TWELVE), trained(WithBackbone, reference, **TWELVE))
 
 
 @pytest.mark.few(5)
 @pytest.mark.parametrize("kind", [Deep, DeepNorm, StepLRNet])
 @pytest.mark.parametrize("epoch", [0, 1, 2])
 def test_a_resume_is_exact_whatever_was_frozen(kind: type[Deep], epoch: int, tmp_path: Path) -> None:
-    settings = {**SETTINGS, "at": [2, 4]}
-    whole, resumed = build(kind), build(kind)
-    fit(
-        whole,
-        train=loader(24),
-        callbacks=[lt.GradualUnfreeze(**settings), SaveAt(tmp_path / f"{epoch}.ckpt", epoch=epoch)],
-        max_epochs=4,
-    )
-    watch = Watch()
-    fit(
-        resumed,
-        train=loader(24),
-        callbacks=[lt.GradualUnfreeze(**settings), watch],
-        max_epochs=4,
-        ckpt_path=tmp_path / f"{epoch}.ckpt",
-    )
-    assert_equal(weights(resumed), weights(whole))
+    settings, path, watch = {**SETTINGS, "at": [2, 4]}, tmp_path / "a.ckpt", Watch()
+    whole = trained(kind, lt.GradualUnfreeze(**settings), SaveAt(path, epoch=epoch), **TWELVE)
+    assert_equal(trained(kind, lt.GradualUnfreeze(**settings), watch, **TWELVE, ckpt_path=path), whole)
     assert watch.trains == [[True, step >= 2, step >= 4] for step in range(3 * epoch + 3, 12)]
 
 
-@pytest.mark.filterwarnings(
-    "ignore:You're resuming from a checkpoint that ended before the epoch"
-)  # all batches are one
+@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before")  # all batches are one
 @pytest.mark.parametrize("step", [1, 2, 4, 5])
 def test_a_resume_within_an_epoch_is_exact(step: int, tmp_path: Path) -> None:
     batch = next(iter(loader(8)))
     train = DataLoader([(batch[0][n % 8], batch[1][n % 8]) for n in range(24)], batch_size=8)
-    whole, resumed, watch = build(DeepNorm), build(DeepNorm), Watch()
-    settings = {**SETTINGS, "at": [2, 4]}
-    fit(whole, train=train, callbacks=[lt.GradualUnfreeze(**settings), SaveEveryStep(tmp_path)], max_epochs=4)
+    settings, watch = {**SETTINGS, "at": [2, 4]}, Watch()
+    whole = trained(DeepNorm, lt.GradualUnfreeze(**settings), SaveEveryStep(tmp_path), train=train, max_epochs=4)
     callbacks = [lt.GradualUnfreeze(**settings), watch]
-    fit(resumed, train=train, callbacks=callbacks, max_epochs=4, ckpt_path=tmp_path / f"{step}.ckpt")
-    assert_equal(weights(resumed), weights(whole))
+    assert_equal(trained(DeepNorm, *callbacks, train=train, max_epochs=4, ckpt_path=tmp_path / f"{step}.ckpt"), whole)
     assert watch.trains == [[True, now >= 2, now >= 4] for now in range(step, 12)]
 
 
 def test_a_resume_with_other_groups_is_refused(tmp_path: Path) -> None:
-    fit(
-        build(Deep),
-        train=loader(24),
-        callbacks=[lt.GradualUnfreeze([9, 9], parameters=GROUPS), SaveAt(tmp_path / "0.ckpt", epoch=0)],
-    )
+    path, other = tmp_path / "0.ckpt", lt.GradualUnfreeze([9], parameters=GROUPS[:1])
+    trained(Deep, lt.GradualUnfreeze([9, 9], parameters=GROUPS), SaveAt(path, epoch=0), **TWELVE)
     with pytest.raises(MisconfigurationException, match=r"a checkpoint with 4 frozen parameters .* the groups of that"):
-        fit(
-            build(Deep),
-            callbacks=[lt.GradualUnfreeze([9], parameters=GROUPS[:1])],
-            max_epochs=4,
-            ckpt_path=tmp_path / "0.ckpt",
-        )
+        fit(build(Deep), callbacks=[other], max_epochs=4, ckpt_path=path)
 
 
 def test_an_average_takes_in_what_joins() -> None:
-    ema, module = lt.EMA(0.5, at_end="averaged"), build(Deep)
-    fit(module, train=loader(24), callbacks=[lt.GradualUnfreeze(**SETTINGS), ema], max_epochs=4)
-    raw = build(Deep)
-    fit(raw, train=loader(24), callbacks=[lt.GradualUnfreeze(**SETTINGS)], max_epochs=4)
-    for name, value in weights(module).items():
-        assert not torch.equal(value, weights(raw)[name])
-        torch.testing.assert_close(value, weights(raw)[name], atol=0.05, rtol=0)
+    averaged = trained(Deep, lt.GradualUnfreeze(**SETTINGS), lt.EMA(0.5, at_end="averaged"), **TWELVE)
+    raw = trained(Deep, lt.GradualUnfreeze(**SETTINGS), **TWELVE)
+    for name, value in averaged.items():
+        assert not torch.equal(value, raw[name])
+        torch.testing.assert_close(value, raw[name], atol=0.05, rtol=0)
 
 
 @pytest.mark.parametrize("order", [1, -1])
@@ -390,73 +347,71 @@ class Whole(Callback):
         self.weights = {name: getattr(value, "full_tensor", value.clone)().clone() for name, value in state.items()}
 
 
+RANKED: dict[str, Any] = {"devices": 2, "use_distributed_sampler": False, "max_epochs": 4}
+STRATEGIES: dict[str, tuple[type[Deep], Callable[[], Any]]] = {
+    "ddp": (Deep, lambda: "ddp"),
+    "views": (Deep, lambda: DDPStrategy(gradient_as_bucket_view=True)),
+    "static": (Deep, lambda: DDPStrategy(static_graph=True)),
+    "fsdp2": (ShardedDeep, lambda: ModelParallelStrategy(2, 1)),
+    "fsdp2 in a file": (ShardedDeep, lambda: ModelParallelStrategy(2, 1, save_distributed_checkpoint=False)),
+}
+
+
+def resumed_on_ranks(trick: Callable[[], Callback], kind: Any, strategy: Any, folder: Path) -> dict[str, Any]:
+    """The end weights of a fit with a trick that freezes; one that goes on from its checkpoint has the same."""
+    wrappers, whole, again = Wrappers(), Whole(), Whole()
+    common, path = {"train": rank_loader(), **RANKED}, folder / "1.ckpt"
+    callbacks = [trick(), whole, SaveAt(path, epoch=1), wrappers]
+    fit(build(kind), strategy=strategy(), callbacks=callbacks, **common)
+    if kind is Deep:
+        gc.collect()
+        assert len(wrappers.found) == 3
+        assert [each() for each in wrappers.found[:-1]] == [None, None]  # nothing holds on to their buckets
+    fit(build(kind), strategy=strategy(), callbacks=[trick(), again], ckpt_path=path, **common)
+    assert_equal(again.weights, whole.weights)
+    return whole.weights
+
+
 def on_two_ranks(folder: Path) -> dict[str, Any]:
-    told: dict[str, Any] = {}
-    common: dict[str, Any] = {"devices": 2, "use_distributed_sampler": False, "max_epochs": 4, "train": rank_loader()}
-    for name, kind, strategy in [
-        ("ddp", Deep, lambda: "ddp"),
-        ("views", Deep, lambda: DDPStrategy(gradient_as_bucket_view=True)),
-        ("static", Deep, lambda: DDPStrategy(static_graph=True)),
-        ("fsdp2", ShardedDeep, lambda: ModelParallelStrategy(2, 1)),
-        ("fsdp2 in a file", ShardedDeep, lambda: ModelParallelStrategy(2, 1, save_distributed_checkpoint=False)),
-    ]:
-        wrappers, whole, again = Wrappers(), Whole(), Whole()
-        save = SaveAt(folder / name / f"{1}.ckpt", epoch=1)
-        callbacks = [lt.GradualUnfreeze([2, 9], parameters=GROUPS, lr_factor=0.5), whole, save]
-        fit(build(kind), strategy=strategy(), callbacks=[*callbacks, wrappers], **common)
-        told[name] = {key: value.numpy() for key, value in whole.weights.items()}
-        if kind is Deep:
-            gc.collect()
-            assert len(wrappers.found) == 3
-            assert [each() for each in wrappers.found[:-1]] == [None, None]  # nothing holds on to their buckets
-        callbacks = [lt.GradualUnfreeze([2, 9], parameters=GROUPS, lr_factor=0.5), again]
-        fit(build(kind), strategy=strategy(), callbacks=callbacks, ckpt_path=folder / name / "1.ckpt", **common)
-        assert_equal(again.weights, whole.weights)
-    norms = build(DeepNorm)
-    fit(norms, strategy="ddp", callbacks=[lt.GradualUnfreeze([2, 9], parameters=GROUPS)], **common)
-    windows = build(Deep)
-    fit(windows, strategy="ddp", callbacks=[lt.GradualUnfreeze([1, 2], parameters=GROUPS)], **common, **WINDOWS)
-    told["windows"] = {key: value.numpy() for key, value in weights(windows).items()}
+    trick = partial(lt.GradualUnfreeze, [2, 9], parameters=GROUPS, lr_factor=0.5)
+    told = {name: resumed_on_ranks(trick, *case, folder / name) for name, case in STRATEGIES.items()}
+    common = {"strategy": "ddp", "train": rank_loader(), **RANKED}
+    trained(DeepNorm, lt.GradualUnfreeze([2, 9], parameters=GROUPS), **common)
+    told["windows"] = trained(Deep, lt.GradualUnfreeze([1, 2], parameters=GROUPS), **common, **WINDOWS)
     return told
 
 
 @pytest.mark.slow
 def test_two_ranks_equal_one_process_and_each_other_without_unused_parameters(tmp_path: Path) -> None:
     first, second = run_ranks(on_two_ranks, tmp_path)
-    batches, alone, windows = loader(48, batch_size=16), build(Deep), build(Deep)
-    callbacks = [lt.GradualUnfreeze([2, 9], parameters=GROUPS, lr_factor=0.5)]
-    fit(alone, train=batches, callbacks=callbacks, max_epochs=4)
-    fit(windows, train=batches, callbacks=[lt.GradualUnfreeze([1, 2], parameters=GROUPS)], max_epochs=4, **WINDOWS)
+    common = {"train": loader(48, batch_size=16), "max_epochs": 4}
+    alone = trained(Deep, lt.GradualUnfreeze([2, 9], parameters=GROUPS, lr_factor=0.5), **common)
+    windows = trained(Deep, lt.GradualUnfreeze([1, 2], parameters=GROUPS), **common, **WINDOWS)
     for name in first:
-        assert all((first[name][key] == second[name][key]).all() for key in first[name]), name
-        expected = weights(windows if name == "windows" else alone)
-        assert_close({key: torch.from_numpy(value) for key, value in first[name].items()}, expected, 1e-5)
+        assert_equal(first[name], second[name])
+        assert_close(first[name], windows if name == "windows" else alone, 1e-5)
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        ({"at": []}, TypeError, "at must be a list of times"),
-        ({"at": 3}, TypeError, "at must be a list of times"),
-        ({"at": [2, 1]}, ValueError, r"at must be in ascending order, got \[2, 1\]"),
-        ({"at": [1.5]}, ValueError, r"at\[0\] must be an int >= 0"),
+def test_mistakes_raise() -> None:
+    cases = [
+        (TypeError, {"at": []}, "at must be a list of times"),
+        (TypeError, {"at": 3}, "at must be a list of times"),
+        (ValueError, {"at": [2, 1]}, r"at must be in ascending order, got \[2, 1\]"),
+        (ValueError, {"at": [1.5]}, r"at\[0\] must be an int >= 0"),
         (
-            {"at": [1], "parameters": ["a", "b"]},
             ValueError,
+            {"at": [1], "parameters": ["a", "b"]},
             "parameters must be as many patterns as at has times, 1, got",
         ),
-        ({"at": [1], "parameters": ["("]}, ValueError, "parameters: '\\(' is not a regular expression"),
-        ({"at": [1], "unit": "batch"}, ValueError, "unit must be one of 'step', 'epoch'"),
-        ({"at": [1], "lr_factor": 0}, ValueError, "lr_factor must be above 0"),
-        ({"at": [1], "lr_factor": "1"}, TypeError, "lr_factor must be a number"),
-    ],
-)
-def test_mistakes_raise(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        lt.GradualUnfreeze(**arguments)
+        (ValueError, {"at": [1], "parameters": ["("]}, "parameters: '\\(' is not a regular expression"),
+        (ValueError, {"at": [1], "unit": "batch"}, "unit must be one of 'step', 'epoch'"),
+        (ValueError, {"at": [1], "lr_factor": 0}, "lr_factor must be above 0"),
+        (TypeError, {"at": [1], "lr_factor": "1"}, "lr_factor must be a number"),
+    ]
+    assert_refused(lt.GradualUnfreeze, cases)
 
 
 class OwnSchedule(torch.optim.lr_scheduler.LambdaLR):
@@ -479,11 +434,7 @@ class HeadOnly(Deep):
     [
         (Deep, {"at": [1], "parameters": [""]}, "needs parameters that train from the start"),
         (Deep, {"at": [1], "parameters": ["nothing"]}, "'nothing' is neither"),
-        (
-            Deep,
-            {"at": [1, 2], "parameters": ["layers", r"^layers\.0"]},
-            r"that no earlier pattern selects, '\^layers\\\\.0' selects none",
-        ),
+        (Deep, {"at": [1, 2], "parameters": ["layers", "layers.0"]}, "no earlier pattern selects, 'layers.0' selects"),
         (Deep, {"at": [1]}, "must be or hold one timm or Hugging Face model .*else pass parameters, a regex"),
         (Deep, {"at": [1], "parameters": r"^layers"}, "parameters must be found in .* got '.layers'"),
         (
@@ -492,11 +443,7 @@ class HeadOnly(Deep):
             "3 times need as many layers below the head, found 2",
         ),
         (Unknown, {"at": [1], "parameters": GROUPS[:1], "lr_factor": 0.5}, r"lr_factor=0.5\): .*, got OwnSchedule"),
-        (
-            HeadOnly,
-            {"at": [1], "parameters": GROUPS[:1]},
-            "the optimizers must have every parameter that will train, 2 are",
-        ),
+        (HeadOnly, {"at": [1], "parameters": GROUPS[:1]}, "must have every parameter that will train, 2 are"),
     ],
 )
 def test_what_cannot_be_right_is_refused(kind: type[Deep], arguments: dict[str, Any], message: str) -> None:

@@ -17,6 +17,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
 import lightning_tricks as lt
+from lightning_tricks.functional import ohem_loss
 from tests.conformance.engines import cpu_deepspeed
 from tests.conformance.runs import Gather, ShardedNet, fp16
 from tests.core.batches.test_scoring import (
@@ -45,6 +46,7 @@ from tests.nets import (
     data,
     fit,
     loader,
+    trained,
     trainer,
     weights,
 )
@@ -58,33 +60,28 @@ def test_ohem_is_the_mean_of_the_largest_losses_and_of_their_gradients_only() ->
     losses = torch.tensor([1.0, 5.0, 2.0, 5.0, 3.0], requires_grad=True)
     for keep, count in ((0.01, 1), (0.3, 2), (0.5, 2), (0.7, 4), (1.0, 5)):  # round: 1.5 and 2.5 are 2, 3.5 is 4
         losses.grad = None
-        loss = lt.functional.ohem_loss(losses, keep)
+        loss = ohem_loss(losses, keep)
         loss.backward()
         assert torch.equal(loss, losses.sort(descending=True).values[:count].mean())
         assert losses.grad.count_nonzero() == count
         torch.testing.assert_close(losses.grad.sum(), torch.tensor(1.0))
     ties = torch.ones(6, requires_grad=True)
-    lt.functional.ohem_loss(ties, 0.5).backward()
+    ohem_loss(ties, 0.5).backward()
     assert sorted(ties.grad.tolist()) == pytest.approx([0, 0, 0, 1 / 3, 1 / 3, 1 / 3])
-    many = torch.rand(4097)
-    assert torch.equal(lt.functional.ohem_loss(many, 1.0), many.mean())
 
 
-def test_ohem_that_keeps_all_is_bit_equal_to_the_mean_of_strided_losses() -> None:
-    losses = torch.rand(2 * 4097, generator=torch.Generator().manual_seed(0))[::2]
-    assert torch.equal(lt.functional.ohem_loss(losses, 1.0), losses.mean())
+def test_ohem_that_keeps_all_is_bit_equal_to_the_mean_of_any_losses() -> None:
+    strided = torch.rand(2 * 4097, generator=torch.Generator().manual_seed(0))[::2]
+    for many in (strided, strided.contiguous()):
+        assert torch.equal(ohem_loss(many, 1.0), many.mean())
 
 
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (
-            lambda: lt.functional.ohem_loss(torch.ones(2, 2), 0.5),
-            ValueError,
-            r"one entry per sample, \(n,\), got \(2, 2\)",
-        ),
-        (lambda: lt.functional.ohem_loss(torch.ones(0), 0.5), ValueError, r"got \(0,\)"),
-        (lambda: lt.functional.ohem_loss(torch.ones(2), 0), ValueError, r"keep must be in \(0, 1\], got 0"),
+        (lambda: ohem_loss(torch.ones(2, 2), 0.5), ValueError, r"one entry per sample, \(n,\), got \(2, 2\)"),
+        (lambda: ohem_loss(torch.ones(0), 0.5), ValueError, r"got \(0,\)"),
+        (lambda: ohem_loss(torch.ones(2), 0), ValueError, r"keep must be in \(0, 1\], got 0"),
         (lambda: lt.HardExampleFilter(float("nan")), ValueError, "keep must be in"),
         (lambda: lt.HardExampleFilter(True), TypeError, "keep must be a number"),
         (lambda: lt.HardExampleFilter(mode="pruned"), ValueError, "Did you mean 'prune'"),
@@ -130,12 +127,12 @@ class NaiveLoss(Net):
     ids=["fp32", "accumulate-clip", "bf16-mixed", "fp16", "ragged"],
 )
 def test_equals_a_step_that_filters_for_itself_and_keeping_all_changes_nothing(regime: Any, mode: Any) -> None:
-    ours, theirs, every, plain = build(Net), build(NaivePrune if mode == "prune" else NaiveLoss), build(Net), build(Net)
-    fit(ours, callbacks=[lt.HardExampleFilter(mode=mode)], **regime())
+    every, plain = build(Net), build(Net)
+    ours = trained(Net, lt.HardExampleFilter(mode=mode), **regime())
     numbers = torch.get_rng_state()
-    fit(theirs, **regime())
+    theirs = trained(NaivePrune if mode == "prune" else NaiveLoss, **regime())
     assert torch.equal(numbers, torch.get_rng_state())
-    (assert_equal if mode == "prune" else assert_close)(weights(ours), weights(theirs))
+    (assert_equal if mode == "prune" else assert_close)(ours, theirs)
     run, reference = fit(every, callbacks=[lt.HardExampleFilter(1.0, mode=mode)], **regime()), fit(plain, **regime())
     assert_equal(weights(every), weights(plain))
     assert run.callback_metrics == reference.callback_metrics
@@ -182,14 +179,10 @@ def test_share_and_threshold_are_logged_if_one_of_several_batches_is_filtered() 
 
 @modes
 def test_resume_is_bit_exact(mode: Any, tmp_path: Any) -> None:
-    def make() -> list[Callback]:
-        return [lt.HardExampleFilter(mode=mode, every_n_batches=4, start=5)]
-
-    whole, half, rest = build(NormNet), build(NormNet), build(NormNet)
-    fit(whole, callbacks=make(), max_epochs=4)
-    fit(half, callbacks=make(), max_epochs=3).save_checkpoint(tmp_path / "x.ckpt")
-    fit(rest, callbacks=make(), max_epochs=4, ckpt_path=tmp_path / "x.ckpt")
-    assert_equal(weights(whole), weights(rest))
+    filtering, path = partial(lt.HardExampleFilter, mode=mode, every_n_batches=4, start=5), tmp_path / "x.ckpt"
+    whole = trained(NormNet, filtering(), max_epochs=4)
+    fit(build(NormNet), callbacks=[filtering()], max_epochs=3).save_checkpoint(path)
+    assert_equal(trained(NormNet, filtering(), max_epochs=4, ckpt_path=path), whole)
 
 
 class NormPrune(NaivePrune, NormNet):
@@ -246,13 +239,13 @@ class SimplePlain(PlainNet):
 )
 def test_sam_runs_again_on_the_same_samples(base: type[Net], mode: Any, micro: int | None) -> None:
     kind = type(base)("Sharp", (lt.SAMMixin, base), {"sam": lt.SAM(rho=0.5, micro_batch_size=micro)})
-    ours, theirs = build(kind), build(base)
-    fit(ours, callbacks=[lt.HardExampleFilter(mode=mode)], max_epochs=1)
+    theirs = build(base)
+    ours = trained(kind, lt.HardExampleFilter(mode=mode), max_epochs=1)
     theirs.train()
     for x, y in loader():
         kept = top(scored(theirs, x, y))
         naive_sam(theirs, [[(x[kept], y[kept])]], rho=0.5, accumulate=1, micro=micro)
-    assert_close(weights(ours), weights(theirs))
+    assert_close(ours, weights(theirs))
 
 
 def test_micro_batches_of_sam_are_refused_in_loss_mode() -> None:
@@ -350,40 +343,29 @@ def alone(sizes: tuple[int, int], biased: bool, across: bool) -> dict[str, Tenso
 
 
 CASES = [((8, 8), False), ((8, 5), False), ((4, 9), False), ((6, 6), True)]
-FILTERS: dict[str, dict[str, Any]] = {
-    "prune": {},
-    "loss": {"mode": "loss"},
-    "across": {"mode": "loss", "across_ranks": True},
-}
+FILTERS = {"prune": {}, "loss": {"mode": "loss"}, "across": {"mode": "loss", "across_ranks": True}}
 
 
-def two_ranks(engine: str, case: Any, settings: dict[str, Any]) -> dict[str, Any]:
+def two_ranks(engine: str, case: Any, settings: dict[str, Any]) -> dict[str, Tensor]:
     mine = [parts[int(os.environ["RANK"])] for parts in batches_of(*case)]
     strategies = {"DeepSpeed": partial(cpu_deepspeed, logging_batch_size_per_gpu=8), "DDP": lambda: "ddp"}
     fsdp = partial(ModelParallelStrategy, data_parallel_size=2, tensor_parallel_size=1)
-    module, gather = build(ShardedNet if engine == "FSDP2" else PlainNet), Gather()
-    fit(
-        module,
-        train=given(*mine),
-        callbacks=[lt.HardExampleFilter(**settings), *([] if engine == "DDP" else [gather])],
-        strategy=strategies.get(engine, fsdp)(),
-        devices=2,
-        use_distributed_sampler=False,
-        max_epochs=1,
-    )
-    ended = weights(module) if engine == "DDP" else gather.weights
-    return {name: value.numpy() for name, value in ended.items()}
+    gathers = [] if engine == "DDP" else [Gather()]
+    common = {"train": given(*mine), "devices": 2, "use_distributed_sampler": False, "max_epochs": 1}
+    kind, strategy = ShardedNet if engine == "FSDP2" else PlainNet, strategies.get(engine, fsdp)()
+    ended = trained(kind, lt.HardExampleFilter(**settings), *gathers, strategy=strategy, **common)
+    return gathers[0].weights if gathers else ended
 
 
-def ddp() -> list[Any]:
+def ddp() -> list[dict[str, Tensor]]:
     return [two_ranks("DDP", case, settings) for case in CASES for settings in FILTERS.values()]
 
 
 def test_two_ranks_equal_one_process_on_what_both_keep() -> None:
-    first, second = run_ranks(ddp)
-    for n, (case, name) in enumerate((case, name) for case in CASES for name in FILTERS):
-        assert all((first[n][key] == second[n][key]).all() for key in first[n])
-        assert_close({key: torch.from_numpy(first[n][key]) for key in first[n]}, alone(*case, name == "across"))
+    cases = [(case, name) for case in CASES for name in FILTERS]
+    for (case, name), first, second in zip(cases, *run_ranks(ddp), strict=True):
+        assert_equal(first, second)
+        assert_close(first, alone(*case, name == "across"))
 
 
 def test_one_sample_that_batchnorm_cannot_train_on_is_named() -> None:
@@ -397,15 +379,14 @@ def test_a_batch_of_one_sample_that_was_not_filtered_is_nobodys_fault() -> None:
         fit(build(NormNet), train=loader(9), callbacks=[lt.HardExampleFilter(0.5, every_n_batches=2)])
 
 
-def statistics(keeps: list[float]) -> dict[str, Any]:
-    module, callbacks = build(NormNet), [lt.HardExampleFilter(keep) for keep in keeps]
-    fit(module, callbacks=callbacks, strategy="ddp", devices=2, max_epochs=1, limit_val_batches=0)
-    return {name: value.numpy() for name, value in weights(module).items()}
+def statistics(*keeps: float) -> dict[str, Tensor]:
+    settings: dict[str, Any] = {"strategy": "ddp", "devices": 2, "max_epochs": 1, "limit_val_batches": 0}
+    return trained(NormNet, *map(lt.HardExampleFilter, keeps), **settings)
 
 
 def test_ranks_exchange_statistics_before_each_step_as_without_it() -> None:
-    for ours, theirs in zip(run_ranks(statistics, [0.999]), run_ranks(statistics, []), strict=True):
-        assert all((ours[name] == theirs[name]).all() for name in theirs)
+    for ours, theirs in zip(run_ranks(statistics, 0.999), run_ranks(statistics), strict=True):
+        assert_equal(ours, theirs)
 
 
 @pytest.mark.few(2)
@@ -413,7 +394,7 @@ def test_ranks_exchange_statistics_before_each_step_as_without_it() -> None:
 @pytest.mark.parametrize("engine", ["FSDP2", "DeepSpeed"])
 def test_sharded_weights_equal_one_process_too(engine: str, name: str) -> None:
     first, _ = run_ranks(two_ranks, engine, CASES[1], FILTERS[name])
-    assert_close({key: torch.from_numpy(first[key]) for key in first}, alone(*CASES[1], name == "across"), 1e-5)
+    assert_close(first, alone(*CASES[1], name == "across"), 1e-5)
 
 
 # -- by which losses samples are compared, and which losses a filter refuses ------------------------------------------
@@ -492,10 +473,8 @@ across = pytest.mark.parametrize("across_ranks", [False, True])
 def test_sums_and_means_of_a_part_are_refused_in_loss_mode_and_right_in_prune_mode(
     name: str, across_ranks: bool
 ) -> None:
-    loss = SUMS[name]
-    with pytest.raises(
-        MisconfigurationException, match=r"or sees only a part of the samples\. Take the mean over all of them"
-    ):
+    loss, message = SUMS[name], r"or sees only a part of the samples\. Take the mean over all of them"
+    with pytest.raises(MisconfigurationException, match=message):
         run_one(build(Task, loss=loss), {"x": X, "y": Y}, lt.HardExampleFilter(mode="loss", across_ranks=across_ranks))
     if name != "part":
         kept = top(CE(build(Task)(X), Y, reduction="none").detach())
@@ -507,10 +486,8 @@ def test_sums_and_means_of_a_part_are_refused_in_loss_mode_and_right_in_prune_mo
 @pytest.mark.parametrize("name", RAW)
 def test_a_formula_of_ones_own_is_refused_in_both_modes(name: str, across_ranks: bool) -> None:
     pruning, choosing = lt.HardExampleFilter(), lt.HardExampleFilter(mode="loss", across_ranks=across_ranks)
-    with pytest.raises(
-        MisconfigurationException,
-        match=r"batch 0: a part of the loss is ambiguous: .* Compute the loss by a function of torch.nn.functional",
-    ):
+    message = r"batch 0: a part of the loss is ambiguous: .* Compute the loss by a function of torch.nn.functional"
+    with pytest.raises(MisconfigurationException, match=message):
         run_one(build(Task, loss=RAW[name]), {"x": X, "y": Y}, choosing)
     with pytest.raises(MisconfigurationException, match=r"computed no loss of torch.nn.functional .* Compute one"):
         run_one(build(Task, loss=RAW[name]), {"x": X, "y": Y}, pruning)
@@ -518,15 +495,11 @@ def test_a_formula_of_ones_own_is_refused_in_both_modes(name: str, across_ranks:
 
 @modes
 def test_targets_may_be_viewed_flat(mode: Any) -> None:
-    flat = [
-        run_one(
-            build(Task, loss=lambda z, y, view=view: CE(z.view(-1, 3), view(y)), out=12),
-            {"x": X, "y": rows(3, 4)},
-            lt.HardExampleFilter(mode=mode),
-        )
-        for view in (lambda y: y.view(-1), lambda y: y.reshape(-1))
-    ]
-    assert_equal(*flat)
+    ended = []
+    for view in (lambda y: y.view(-1), lambda y: y.reshape(-1)):
+        module = build(Task, loss=lambda z, y, view=view: CE(z.view(-1, 3), view(y)), out=12)
+        ended.append(run_one(module, {"x": X, "y": rows(3, 4)}, lt.HardExampleFilter(mode=mode)))
+    assert_equal(*ended)
 
 
 def test_long_sequences_are_compared_right_in_bf16() -> None:
@@ -571,12 +544,10 @@ class Language(PlainNet):
         size = {"vocab_size": 20, "hidden_size": 8, "intermediate_size": 8, "pad_token_id": 0}
         few = {"num_hidden_layers": 1, "num_attention_heads": 2}
         quiet = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-        bert = transformers.BertConfig(**size, **few, **quiet)
+        bert, one = (transformers.BertConfig(**size, **few, **quiet, num_labels=count) for count in (2, 1))
         self.layers = {
             "classifier": lambda: transformers.BertForSequenceClassification(bert),
-            "regression": lambda: transformers.BertForSequenceClassification(
-                transformers.BertConfig(**size, **few, **quiet, num_labels=1)
-            ),
+            "regression": lambda: transformers.BertForSequenceClassification(one),
             "tokens": lambda: transformers.BertForTokenClassification(bert),
             "causal": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**size, **few)),
         }[model]()

@@ -20,7 +20,7 @@ import lightning_tricks as lt
 from tests.core.batches.test_mixing import DEVICES, Steps
 from tests.device.devices import device
 from tests.few import few
-from tests.nets import Net, NormNet, PlainNet, assert_close, assert_equal, build, fit, loader, trainer, weights
+from tests.nets import Net, NormNet, PlainNet, assert_close, assert_equal, build, fit, loader, trained, trainer, weights
 
 SHAPE = {"vocab_size": 60, "num_labels": 3, "pad_token_id": 0, "initializer_range": 0.3, "max_position_embeddings": 16}
 SIZE = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -282,10 +282,8 @@ def test_nothing_is_left_after_a_fit_or_an_exception_and_it_can_go_again(name: s
 
 @pytest.mark.parametrize("settings", [{"alpha": 0}, {"alpha": 0.0}, {"prob": 0.0}], ids=str)
 def test_never_mixing_is_bit_equal_to_no_callback(settings: dict[str, Any]) -> None:
-    with_it, without, batches = build(Net), build(Net), [texts("gpt2", seed=seed) for seed in (0, 1)]
-    fit(with_it, callbacks=[lt.HiddenMixup("layers.4", **settings)])  # dropout would notice random numbers
-    fit(without)
-    assert_equal(weights(with_it), weights(without))
+    batches = [texts("gpt2", seed=seed) for seed in (0, 1)]
+    assert_equal(trained(Net, lt.HiddenMixup("layers.4", **settings)), trained(Net))  # dropout would notice numbers
     with_it, without = build(Text, name="gpt2"), build(Text, name="gpt2")
     fit_text(with_it, [lt.HiddenMixup("model.score", **settings)], *batches)
     fit_text(without, [], *batches)
@@ -311,24 +309,18 @@ def train_by_hand(drawn: list[Any], batches: list[Any]) -> dict[str, Tensor]:
     return weights(net)
 
 
-@pytest.mark.parametrize(
-    ("settings", "steps"),
-    [
-        ({}, range(12)),
-        ({"start": 2, "stop": 5}, range(2, 5)),
-        ({"start": 0.25, "stop": 0.5}, range(3, 6)),
-        ({"prob": 0.5}, None),
-    ],
-    ids=str,
-)
+BETWEEN = [({"start": 2, "stop": 5}, range(2, 5)), ({"start": 0.25, "stop": 0.5}, range(3, 6))]
+
+
+@pytest.mark.parametrize(("settings", "steps"), [({}, range(12)), *BETWEEN, ({"prob": 0.5}, None)], ids=str)
 def test_a_run_is_the_naive_one_mixed_from_start_to_stop(settings: dict[str, Any], steps: range | None) -> None:
-    mixup, module = lt.HiddenMixup("layers.2", 1.0, **settings), build(PlainNet)
+    mixup = lt.HiddenMixup("layers.2", 1.0, **settings)
     watch = Watch(mixup)
-    fit(module, callbacks=[mixup, watch])
+    module = trained(PlainNet, mixup, watch)
     chosen = [step for step, numbers in enumerate(watch.drawn) if numbers]
     assert 0 < len(chosen) < 12 if steps is None else chosen == list(steps)
     assert len({watch.drawn[step][0] for step in chosen}) == len(chosen)  # new numbers for every batch
-    assert_close(weights(module), train_by_hand(watch.drawn, 2 * list(loader())))
+    assert_close(module, train_by_hand(watch.drawn, 2 * list(loader())))
 
 
 class Named(PlainNet):
@@ -369,11 +361,8 @@ def test_a_step_on_a_device_has_the_gradient_of_a_naive_one(on: str, precision: 
 @pytest.mark.parametrize("samples", [44, 48])  # with and without a smaller batch at the end
 def test_statistics_of_an_average_are_those_of_batches_that_are_not_mixed(samples: int) -> None:
     """In any order: where ``SWA`` comes first, the last batch has not ended."""
-    ended = []
-    for turn in (1, -1):
-        module = build(NormNet)
-        fit(module, train=loader(samples), callbacks=[lt.HiddenMixup("layers.1"), lt.SWA(start=3)][::turn])
-        ended.append(weights(module))
+    tricks = lambda: [lt.HiddenMixup("layers.1"), lt.SWA(start=3)]  # noqa: E731
+    ended = (trained(NormNet, *tricks()[::turn], train=loader(samples)) for turn in (1, -1))
     assert_equal(*ended)
 
 
@@ -429,12 +418,8 @@ class CompiledText(Text):
 
     def __init__(self, name: str, labels: str = "labels") -> None:
         super().__init__(name)
-        self.encode = torch.compile(
-            lambda ids, mask: self.model.bert(input_ids=ids, attention_mask=mask).pooler_output,
-            backend="aot_eager",
-            fullgraph=True,
-        )
-        self.labels = labels
+        pooled = lambda ids, mask: self.model.bert(input_ids=ids, attention_mask=mask).pooler_output  # noqa: E731
+        self.encode, self.labels = torch.compile(pooled, backend="aot_eager", fullgraph=True), labels
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         if isinstance(batch, tuple):
@@ -465,12 +450,10 @@ def test_a_second_label_behind_compiled_code_is_refused(kind: Any) -> None:
     torch._dynamo.reset()
     batch = {**texts("bert"), "second": torch.arange(6) % 3}
     name = r"batch\['second'\]" if kind is dict else r"batch\[3\]"
+    mixup = lt.HiddenMixup("model.classifier", target=2 if kind is tuple else "labels")
+    module, given = build(CompiledText, name="bert", labels="second"), tuple(batch.values())
     with pytest.raises(MisconfigurationException, match=f"HiddenMixup.* {name}, which is not mixed"):
-        fit_text(
-            build(CompiledText, name="bert", labels="second"),
-            [lt.HiddenMixup("model.classifier", target=2 if kind is tuple else "labels")],
-            tuple(batch.values()) if kind is tuple else batch,
-        )
+        fit_text(module, [mixup], given if kind is tuple else batch)
 
 
 # ---- mistakes

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,10 @@ from torch.utils.data import DataLoader, Subset
 
 import lightning_tricks as lt
 from lightning_tricks.callbacks.layer_freezing import freezing_order, frozen_layers
-from tests.callbacks.test_gradual_unfreeze import Deep, DeepNorm, Manual, ShardedDeep, Spikes, Whole, Wrappers
-from tests.nets import Net, SaveAt, assert_close, assert_equal, build, data, fit, loader, rank_loader, weights
+from tests.callbacks.test_gradual_unfreeze import TWELVE, Deep, DeepNorm, Manual, ShardedDeep, Spikes, resumed_on_ranks
+from tests.nets import Net, SaveAt, assert_close, assert_equal, build, data, fit, loader, trained, weights
 from tests.ranks import run_ranks
+from tests.refusals import assert_refused
 
 NUMBERS = r"^layers\.(\d+)"
 SETTINGS: dict[str, Any] = {"start": 2, "stop": 10, "parameters": NUMBERS}
@@ -62,7 +63,7 @@ class Watch(Callback):
 def test_training_equals_layers_that_stop_by_hand_and_nothing_of_them_is_left() -> None:
     reference, module, watch = build(Deep), build(Deep), Watch()
     frozen_by_hand(reference, list(loader(24)))
-    fit(module, train=loader(24), callbacks=[lt.LayerFreezing(**SETTINGS), watch], max_epochs=4)
+    fit(module, callbacks=[lt.LayerFreezing(**SETTINGS), watch], **TWELVE)
     assert_equal(weights(module), weights(reference))
     assert watch.seen == [[(step < 6,) * 2, (step < 10,) * 2, (True,) * 2] for step in range(12)]
     assert watch.graph == [step < 6 for step in range(12)]  # the backward pass ends above a layer that has stopped
@@ -71,10 +72,8 @@ def test_training_equals_layers_that_stop_by_hand_and_nothing_of_them_is_left() 
 
 @pytest.mark.parametrize("off", [{"fraction": 0.0}, {"start": 1.0}, {"start": 12}])
 def test_where_no_layer_stops_nothing_changes(off: dict[str, Any]) -> None:
-    plain, module = build(DeepNorm), build(DeepNorm)
-    fit(plain, train=loader(24), max_epochs=4)
-    fit(module, train=loader(24), max_epochs=4, callbacks=[lt.LayerFreezing(parameters=NUMBERS, **off)])
-    assert_equal(weights(module), weights(plain))
+    frozen = trained(DeepNorm, lt.LayerFreezing(parameters=NUMBERS, **off), **TWELVE)
+    assert_equal(frozen, trained(DeepNorm, **TWELVE))
 
 
 def test_the_schedule_is_that_of_composer() -> None:
@@ -88,10 +87,9 @@ def test_the_schedule_is_that_of_composer() -> None:
 
 def test_layers_by_pattern_stop_in_the_order_given() -> None:
     watch, patterns = Watch(), [r"^layers\.[02]\.weight", r"^layers\.0", r"^layers\.2"]
-    fit(build(Deep), train=loader(24), callbacks=[lt.LayerFreezing(0.4, start=3, parameters=patterns), watch])
+    trained(Deep, lt.LayerFreezing(0.4, start=3, parameters=patterns), watch, train=loader(24))
     assert freezing_order(build(Deep), patterns)[1] == ["layers.0.bias"]
-    module = build(Deep)
-    fit(module, train=loader(24), callbacks=[lt.LayerFreezing(0.4, start=1, stop=1, parameters=patterns), watch])
+    trained(Deep, lt.LayerFreezing(0.4, start=1, stop=1, parameters=patterns), watch, train=loader(24))
     assert [has for has, _ in watch.seen[-1]] == [False, False, True]
 
 
@@ -110,13 +108,9 @@ def test_batchnorm_of_what_has_stopped_is_in_eval_mode() -> None:
 
     seen: list[tuple[bool, Tensor]] = []
     module, patterns = build(DeepNorm), [r"^layers\.[01]\.", r"^layers\.2\."]
-    fit(module, train=loader(24), callbacks=[lt.LayerFreezing(0.5, start=4, stop=4, parameters=patterns), Modes()])
-    fit(
-        module,
-        train=loader(24),
-        callbacks=[lt.LayerFreezing(0.5, start=4, stop=4, parameters=patterns), Modes()],
-        max_epochs=4,
-    )
+    for epochs in (2, 4):
+        freezing = lt.LayerFreezing(0.5, start=4, stop=4, parameters=patterns)
+        fit(module, train=loader(24), callbacks=[freezing, Modes()], max_epochs=epochs)
     modes = [mode for mode, _ in seen[-12:]]
     assert modes == [step < 4 for step in range(12)]
     assert torch.equal(seen[-1][1], seen[-8][1])
@@ -129,7 +123,7 @@ def test_an_average_approaches_the_last_weights_and_sam_does_not_move_them() -> 
         sam = lt.SAM(rho=0.1)
 
     ema, watch, module = lt.EMA(0.5, at_end="raw"), Watch(), build(Sharp)
-    fit(module, train=loader(24), callbacks=[lt.LayerFreezing(**SETTINGS), ema, watch], max_epochs=4)
+    fit(module, callbacks=[lt.LayerFreezing(**SETTINGS), ema, watch], **TWELVE)
     assert all(torch.equal(each, watch.first[5]) for each in watch.first[5:])
     assert not torch.equal(watch.first[4], watch.first[5])
     name, raw = "layers.0.weight", watch.first[-1]
@@ -142,16 +136,10 @@ def test_an_average_approaches_the_last_weights_and_sam_does_not_move_them() -> 
 @pytest.mark.parametrize("epoch", [0, 1, 2])
 def test_a_resume_is_exact_whatever_has_stopped(kind: type[Deep], epoch: int, tmp_path: Path) -> None:
     settings = {"start": 2, "stop": 6, "parameters": NUMBERS}  # the first layer stops at step 4, the second at 6
-    through, resumed, watch = build(kind), build(kind), Watch()
-    callbacks = [
-        lt.LayerFreezing(**settings),
-        lt.EMA(0.5, at_end="averaged"),
-        SaveAt(tmp_path / f"{epoch}.ckpt", epoch=epoch),
-    ]
-    fit(through, train=loader(24), callbacks=callbacks, max_epochs=4)
-    callbacks = [lt.LayerFreezing(**settings), lt.EMA(0.5, at_end="averaged"), watch]
-    fit(resumed, train=loader(24), callbacks=callbacks, max_epochs=4, ckpt_path=tmp_path / f"{epoch}.ckpt")
-    assert_equal(weights(resumed), weights(through))
+    path, watch = tmp_path / "a.ckpt", Watch()
+    both = lambda: [lt.LayerFreezing(**settings), lt.EMA(0.5, at_end="averaged")]  # noqa: E731
+    whole = trained(kind, *both(), SaveAt(path, epoch=epoch), **TWELVE)
+    assert_equal(trained(kind, *both(), watch, **TWELVE, ckpt_path=path), whole)
     assert [seen[0] for seen in watch.seen] == [(step < 4,) * 2 for step in range(3 * epoch + 3, 12)]
 
 
@@ -160,25 +148,17 @@ def test_adapters_that_have_stopped_are_saved_and_resumed_as_others(save: Any, t
     def end(*others: Callback, ckpt_path: Path | None = None) -> dict[str, Tensor]:
         adapters = lt.LoRA(r"layers\.[02]", r=2, train=r"layers\.4", save=save)
         freezing = lt.LayerFreezing(start=2, stop=6, parameters=NUMBERS)  # the first layer stops at step 4
-        module = build(Deep)
-        fit(module, train=loader(24), callbacks=[adapters, freezing, *others], max_epochs=4, ckpt_path=ckpt_path)
-        return weights(module)
+        return trained(Deep, adapters, freezing, *others, **TWELVE, ckpt_path=ckpt_path)
 
     whole = end(SaveAt(tmp_path / "1.ckpt", epoch=1))
     assert_equal(end(ckpt_path=tmp_path / "1.ckpt"), whole)
 
 
 def test_a_longer_resume_keeps_what_has_stopped_and_other_layers_are_refused(tmp_path: Path) -> None:
-    settings = {"start": 0, "stop": 0.5, "parameters": NUMBERS}
-    fit(
-        build(Deep),
-        train=loader(24),
-        callbacks=[lt.LayerFreezing(**settings), SaveAt(tmp_path / "1.ckpt", epoch=1)],
-        max_epochs=3,
-    )
-    watch, path = Watch(), tmp_path / "1.ckpt"
+    settings, path, watch = {"start": 0, "stop": 0.5, "parameters": NUMBERS}, tmp_path / "1.ckpt", Watch()
+    trained(Deep, lt.LayerFreezing(**settings), SaveAt(path, epoch=1), train=loader(24), max_epochs=3)
     longer = {**settings, "start": 0.9, "stop": 1.0}
-    fit(build(Deep), train=loader(24), callbacks=[lt.LayerFreezing(**longer), watch], max_epochs=4, ckpt_path=path)
+    trained(Deep, lt.LayerFreezing(**longer), watch, **TWELVE, ckpt_path=path)
     assert all([has for has, _ in seen] == [False, False, True] for seen in watch.seen)
     with pytest.raises(MisconfigurationException, match="must resume with the groups of the checkpoint"):
         other = lt.LayerFreezing(parameters=[r"^layers\.0"])
@@ -250,23 +230,8 @@ STRATEGIES: dict[str, tuple[type[Deep], Callable[[], Any]]] = {
 
 
 def on_two_ranks(folder: Path, names: list[str]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    common: dict[str, Any] = {"devices": 2, "use_distributed_sampler": False, "max_epochs": 4, "train": rank_loader()}
-    settings = {"start": 2, "stop": 6, "parameters": NUMBERS}  # the first layer stops at step 4, the second at 6
-    for name in names:
-        kind, strategy = STRATEGIES[name]
-        wrappers, full, again = Wrappers(), Whole(), Whole()
-        callbacks = [lt.LayerFreezing(**settings), full, SaveAt(folder / name / "1.ckpt", epoch=1), wrappers]
-        fit(build(kind), strategy=strategy(), callbacks=callbacks, **common)
-        found[name] = {key: value.numpy() for key, value in full.weights.items()}
-        if kind is Deep:
-            gc.collect()
-            assert len(wrappers.found) == 3
-            assert [each() for each in wrappers.found[:-1]] == [None, None]  # nothing holds on to their buckets
-        callbacks = [lt.LayerFreezing(**settings), again]
-        fit(build(kind), strategy=strategy(), callbacks=callbacks, ckpt_path=folder / name / "1.ckpt", **common)
-        assert_equal(again.weights, full.weights)
-    return found
+    freezing = partial(lt.LayerFreezing, start=2, stop=6, parameters=NUMBERS)  # stops layers at the steps 4 and 6
+    return {name: resumed_on_ranks(freezing, *STRATEGIES[name], folder / name) for name in names}
 
 
 @pytest.mark.parametrize(
@@ -274,30 +239,25 @@ def on_two_ranks(folder: Path, names: list[str]) -> dict[str, Any]:
 )
 def test_two_ranks_equal_one_process_and_each_other_without_unused_parameters(names: list[str], tmp_path: Path) -> None:
     first, second = run_ranks(on_two_ranks, tmp_path, names)
-    alone = build(Deep)
-    callbacks = [lt.LayerFreezing(start=2, stop=6, parameters=NUMBERS)]
-    fit(alone, train=loader(48, batch_size=16), callbacks=callbacks, max_epochs=4)
+    freezing = lt.LayerFreezing(start=2, stop=6, parameters=NUMBERS)
+    alone = trained(Deep, freezing, train=loader(48, batch_size=16), max_epochs=4)
     for name in names:
-        assert all((first[name][key] == second[name][key]).all() for key in first[name]), name
-        assert_close({key: torch.from_numpy(value) for key, value in first[name].items()}, weights(alone), 1e-5)
+        assert_equal(first[name], second[name])
+        assert_close(first[name], alone, 1e-5)
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        ({"fraction": 1.5}, ValueError, r"fraction must be in \[0.0, 1.0\], got 1.5"),
-        ({"start": 1.5}, ValueError, "start must be an int >= 0"),
-        ({"start": 0.5, "stop": 0.2}, ValueError, "stop must not be before start, got start=0.5 and stop=0.2"),
-        ({"parameters": ["("]}, ValueError, "parameters: '\\(' is not a regular expression"),
-        ({"parameters": 3}, TypeError, "parameters must be a string"),
-    ],
-)
-def test_mistakes_raise(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        lt.LayerFreezing(**arguments)
+def test_mistakes_raise() -> None:
+    cases = [
+        (ValueError, {"fraction": 1.5}, r"fraction must be in \[0.0, 1.0\], got 1.5"),
+        (ValueError, {"start": 1.5}, "start must be an int >= 0"),
+        (ValueError, {"start": 0.5, "stop": 0.2}, "stop must not be before start, got start=0.5 and stop=0.2"),
+        (ValueError, {"parameters": ["("]}, "parameters: '\\(' is not a regular expression"),
+        (TypeError, {"parameters": 3}, "parameters must be a string"),
+    ]
+    assert_refused(lt.LayerFreezing, cases)
 
 
 class Tied(Net):
@@ -321,7 +281,7 @@ def test_what_cannot_be_right_is_refused(kind: type[Any], arguments: dict[str, A
     module = build(kind)
     before = weights(module)
     with pytest.raises(MisconfigurationException, match=message):
-        fit(module, train=loader(24), callbacks=[lt.LayerFreezing(**arguments)], max_epochs=4)
+        fit(module, callbacks=[lt.LayerFreezing(**arguments)], **TWELVE)
     assert_equal(weights(module), before)
     assert all(parameter.requires_grad for parameter in module.parameters())
 

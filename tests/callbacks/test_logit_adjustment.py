@@ -167,10 +167,7 @@ def test_the_hooks_of_the_module_come_first() -> None:
 LOADERS: dict[str, Callable[[], dict[str, Any]]] = {
     "shuffled": lambda: {"shuffle": True, "batch_size": 8},
     "generator": lambda: {"shuffle": True, "batch_size": 8, "generator": torch.Generator().manual_seed(3)},
-    "workers that stay": lambda: {
-        **LOADERS["shuffled"](),
-        **{"num_workers": 1, "persistent_workers": True},
-    },
+    "workers that stay": lambda: {**LOADERS["shuffled"](), "num_workers": 1, "persistent_workers": True},
     "LengthBuckets": lambda: {"sampler": lt.LengthBuckets([1 + n % 7 for n in range(60)], 8), "batch_size": 8},
 }
 

@@ -35,9 +35,11 @@ from tests.conformance.runs import Steps
 from tests.device.devices import CUDA, device
 from tests.few import few
 from tests.nets import (
+    TWO,
     Net,
     NormNet,
     PlainNet,
+    SaveAt,
     assert_close,
     assert_equal,
     build,
@@ -45,10 +47,12 @@ from tests.nets import (
     fit,
     loader,
     rank_loader,
+    trained,
     trainer,
     weights,
 )
 from tests.ranks import run_cases, run_ranks
+from tests.refusals import assert_refused
 
 
 def lora(**settings: Any) -> lt.LoRA:
@@ -97,12 +101,10 @@ def test_layers_that_setup_and_configure_model_make_get_adapters() -> None:
         def configure_model(self) -> None:
             Later.setup(self, "fit")
 
-    expected = build(PlainNet)
-    fit(expected, callbacks=[lora()])
+    expected = trained(PlainNet, lora())
     for kind in (Later, Last):
-        module = build(kind)
-        fit(module, callbacks=[lora()])
-        assert_equal(weights(module.layers), weights(expected.layers))
+        found = trained(kind, lora())
+        assert_equal({name: found[name] for name in expected}, expected)
 
 
 def test_a_second_fit_goes_on_and_needs_the_same_settings() -> None:
@@ -126,9 +128,8 @@ class Scheduled(PlainNet):
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
-        return [optimizer], [
-            {"scheduler": torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.05, 12), "interval": "step"}
-        ]
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.05, 12)
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
 
 def rates(run: Any) -> dict[str, float]:
@@ -172,13 +173,9 @@ def test_the_weights_are_those_of_pefts_own_optimizer() -> None:
 
 
 def test_a_ratio_resumes_exactly_and_another_is_refused(tmp_path: Path) -> None:
-    whole, path = build(Scheduled), tmp_path / "a.ckpt"
-    saves = ModelCheckpoint(tmp_path, filename="a", every_n_epochs=1, save_top_k=-1, save_last=False)
-    fit(whole, callbacks=[lora(lr_ratio=4.0), saves], max_epochs=1, enable_checkpointing=True)
-    again, unbroken = build(Scheduled), build(Scheduled)
-    fit(again, callbacks=[lora(lr_ratio=4.0)], max_epochs=2, ckpt_path=path)
-    fit(unbroken, callbacks=[lora(lr_ratio=4.0)], max_epochs=2)
-    assert_equal(weights(again), weights(unbroken))
+    path = tmp_path / "a.ckpt"
+    whole = trained(Scheduled, lora(lr_ratio=4.0), SaveAt(path, epoch=0))
+    assert_equal(trained(Scheduled, lora(lr_ratio=4.0), ckpt_path=path), whole)
     with pytest.raises(MisconfigurationException, match=r"saved with lr_ratio=4\.0, .* got lr_ratio=1\.0"):
         fit(build(Scheduled), callbacks=[lora()], max_epochs=2, ckpt_path=path)
     trainer(callbacks=[lora()]).validate(build(Scheduled), loader(), ckpt_path=path, verbose=False)
@@ -207,8 +204,6 @@ def test_groups_that_cannot_be_split_are_refused() -> None:
         fit(build(OwnSchedule), callbacks=[lora(lr_ratio=2.0)])
     with pytest.raises(MisconfigurationException, match="has made a schedule that it does not return"):
         fit(build(Hidden), callbacks=[lora(lr_ratio=2.0)])
-    with pytest.raises(ValueError, match=r"lr_ratio must be in \[1.0, "):
-        lora(lr_ratio=0.5)
 
 
 def test_arguments_of_peft_are_answered_with_ours() -> None:
@@ -263,9 +258,7 @@ def test_all_linear_layers_are_without_what_trains_and_what_cannot_be_adapted() 
 
 
 def ended(*callbacks: Callback, base: Any = NormNet, **settings: Any) -> dict[str, Tensor]:
-    module = build(base)
-    fit(module, callbacks=[lora(), *callbacks], **settings)
-    return weights(module)
+    return trained(base, lora(), *callbacks, **settings)
 
 
 @pytest.mark.slow
@@ -316,11 +309,10 @@ def test_an_adapter_checkpoint_of_a_llama_is_small_and_its_fsdp2_run_equal(tmp_p
         run.save_checkpoint(tmp_path / name)
         sizes[name], found[name] = (tmp_path / name).stat().st_size, module
     assert sizes["adapter"] <= 0.03 * sizes["whole"]
-    (first, second) = run_ranks(llama_on_ranks)
-    expected = trained(found["adapter"])
-    for name, value in first.items():
-        assert (second[name] == value).all()
-        torch.testing.assert_close(torch.from_numpy(value), expected[name], atol=1e-4, rtol=1e-4)
+    first, second = run_ranks(llama_on_ranks)
+    assert_equal(second, first)
+    expected = trainable(found["adapter"])
+    torch.testing.assert_close(first, {name: expected[name] for name in first}, atol=1e-4, rtol=1e-4)
 
 
 class Llama(L.LightningModule):
@@ -350,17 +342,11 @@ def rank_tokens(whole: bool = False) -> DataLoader[Any]:
     return as_loader(list(tokens if whole else tokens[:, int(os.environ["RANK"]) :: 2]))
 
 
-def llama_on_ranks() -> dict[str, Any]:
-    module, whole = build(Llama), Whole()
-    run = trainer(
-        devices=2,
-        strategy=STRATEGIES["fsdp2"](),
-        callbacks=[lt.LoRA("q_proj|v_proj", r=4), whole],
-        use_distributed_sampler=False,
-        max_epochs=1,
-    )
-    run.fit(module, rank_tokens())
-    return {name: value.numpy() for name, value in whole.weights.items() if ".lora_" in name}
+def llama_on_ranks() -> dict[str, Tensor]:
+    callbacks: list[Any] = [lt.LoRA("q_proj|v_proj", r=4), whole := Whole()]
+    settings = {"train": rank_tokens(), "limit_val_batches": 0, "max_epochs": 1, **TWO}
+    fit(build(Llama), strategy=STRATEGIES["fsdp2"](), callbacks=callbacks, **settings)
+    return {name: value for name, value in whole.weights.items() if ".lora_" in name}
 
 
 @pytest.mark.parametrize("average", [lt.EMA(0.9), lt.SWA(start=3)], ids=["EMA", "SWA"])
@@ -451,11 +437,8 @@ def test_a_base_that_is_drawn_anew_is_refused_before_the_first_step(hook: str, p
 
 def test_a_base_that_the_checkpoint_has_may_be_drawn_anew(tmp_path: Path) -> None:
     kind = type("Draws", (Draws,), {"on_train_start": lambda module: module.global_step or Draws.draw(module)})
-    whole, rest = build(kind), build(kind)
-    fit(whole, callbacks=[lora(save="all")], max_epochs=2)
-    fit(build(kind), callbacks=[lora(save="all")], max_epochs=1).save_checkpoint(tmp_path / "a.ckpt")
-    fit(rest, callbacks=[lora(save="all")], max_epochs=2, ckpt_path=tmp_path / "a.ckpt")
-    assert_equal(weights(whole), weights(rest))
+    whole = trained(kind, lora(save="all"), SaveAt(tmp_path / "a.ckpt", epoch=0))
+    assert_equal(trained(kind, lora(save="all"), ckpt_path=tmp_path / "a.ckpt"), whole)
 
 
 def test_layers_that_are_parametrized_in_the_fit_are_saved_as_others(tmp_path: Path) -> None:
@@ -631,19 +614,20 @@ def test_weights_without_values_are_refused() -> None:
 
 
 def test_arguments_are_checked() -> None:
-    for wrong, kind in [
-        ({"modules": ()}, ValueError),
-        ({"r": 0}, ValueError),
-        ({"alpha": 0}, ValueError),
-        ({"alpha": 10**400}, ValueError),
-        ({"alpha": "2"}, TypeError),
-        ({"dropout": 1.0}, ValueError),
-        ({"variant": "qlora"}, ValueError),
-        ({"save": "none"}, ValueError),
-        ({"train": 3}, TypeError),
-    ]:
-        with pytest.raises(kind, match=next(iter(wrong))):
-            lt.LoRA(**{"modules": "x", **wrong})
+    cases = [
+        (ValueError, {"modules": ()}, "modules"),
+        (ValueError, {"r": 0}, "r"),
+        (ValueError, {"alpha": 0}, "alpha"),
+        (ValueError, {"alpha": 10**400}, "alpha"),
+        (TypeError, {"alpha": "2"}, "alpha"),
+        (ValueError, {"dropout": 1.0}, "dropout"),
+        (ValueError, {"variant": "qlora"}, "variant"),
+        (ValueError, {"save": "none"}, "save"),
+        (TypeError, {"train": 3}, "train"),
+        (ValueError, {"lr_ratio": 0.5}, r"lr_ratio must be in \[1.0, "),
+        (ValueError, {"base": "nf4", "save": "all"}, "save='all' needs base='keep'"),
+    ]
+    assert_refused(lambda **given: lt.LoRA(**{"modules": "x", **given}), cases)
 
 
 def test_adapters_that_another_made_are_refused() -> None:
@@ -655,17 +639,12 @@ def test_adapters_that_another_made_are_refused() -> None:
         fit(module, callbacks=[lora()])
 
 
-@pytest.mark.parametrize(
-    ("library", "settings", "extra"),
-    [
-        ("peft", {}, "lora"),
-        ("bitsandbytes", {"base": "nf4"}, "8bit"),
-        ("torchao.quantization", {"base": "int8"}, "8bit"),
-    ],
-)
-def test_a_missing_library_is_named_with_its_extra(
-    library: str, settings: Any, extra: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+MISSING = [("peft", {}, "lora"), ("bitsandbytes", {"base": "nf4"}, "8bit")]
+MISSING += [("torchao.quantization", {"base": "int8"}, "8bit")]
+
+
+@pytest.mark.parametrize(("library", "settings", "extra"), MISSING)
+def test_a_missing_library_is_named_with_its_extra(library: str, settings: Any, extra: str, monkeypatch: Any) -> None:
     monkeypatch.setitem(sys.modules, library, None)
     with pytest.raises(ModuleNotFoundError, match=rf"needs {library.split('.')[0]}: .*lightning-tricks\[{extra}\]"):
         fit(build(PlainNet), callbacks=[lora(**settings)])
@@ -691,6 +670,10 @@ def test_an_adapter_that_the_network_reads_past_is_told() -> None:
 
 
 # -- merging ----------------------------------------------------------------------------------------------------------
+
+
+GENERATOR = torch.Generator().manual_seed(0)
+TOKENS = [(torch.randint(0, 9, (8, 5), generator=GENERATOR), torch.arange(8) % 2) for _ in range(4)]
 
 
 class Kinds(L.LightningModule):
@@ -755,23 +738,21 @@ def test_adapted_layers_are_still_linear_for_a_network_that_asks(variant: Any) -
 
 @pytest.mark.parametrize("variant", ["lora", "dora", "rslora"])
 def test_merged_weights_are_the_adapted_network(variant: Any) -> None:
-    generator = torch.Generator().manual_seed(0)
-    batches = [(torch.randint(0, 9, (8, 5), generator=generator), torch.arange(8) % 2) for _ in range(4)]
     module = build(Kinds)
     kinds = ["embed", "mix", "line", "plane", "space", "linear1", "linear2", "head"]
     callback = lt.LoRA(kinds, r=2, alpha=3.0, variant=variant)
-    run = fit(module, train=as_loader(batches), limit_val_batches=0, callbacks=[callback], max_epochs=3)
+    run = fit(module, train=as_loader(TOKENS), limit_val_batches=0, callbacks=[callback], max_epochs=3)
     merged = lt.merge_adapters(module)
     bare = build(Kinds)
     before = bare.state_dict()
     assert list(merged) == list(before)
     assert sum(not torch.equal(merged[name], before[name]) for name in merged) == 8 + 3  # with the statistics
     bare.load_state_dict(merged)
-    adapted = module.eval()(batches[0][0])
-    torch.testing.assert_close(bare.eval()(batches[0][0]), adapted, atol=1e-5, rtol=1e-5)
+    adapted = module.eval()(TOKENS[0][0])
+    torch.testing.assert_close(bare.eval()(TOKENS[0][0]), adapted, atol=1e-5, rtol=1e-5)
     with torch.no_grad():  # not on the fast path of nn.TransformerEncoderLayer, which passes the adapters by
-        torch.testing.assert_close(module(batches[0][0]), adapted)
-    (predicted,) = run.predict(module, as_loader(batches[:1]))
+        torch.testing.assert_close(module(TOKENS[0][0]), adapted)
+    (predicted,) = run.predict(module, as_loader(TOKENS[:1]))
     torch.testing.assert_close(predicted, adapted)
 
 
@@ -829,16 +810,14 @@ class Stateless(Kinds):
 def test_plain_peft_loads_the_exported_adapters(variant: Any, tmp_path: Path) -> None:
     from peft import PeftModel
 
-    generator = torch.Generator().manual_seed(0)
-    batches = [(torch.randint(0, 9, (8, 5), generator=generator), torch.arange(8) % 2) for _ in range(4)]
     module = build(Stateless)
     # Not linear1: plain peft evaluates nn.TransformerEncoderLayer on its fast path, past the adapters.
     callback = lt.LoRA(["embed", "mix", "line$", "plane"], r=2, variant=variant, train="head")
-    run = fit(module, train=as_loader(batches), limit_val_batches=0, callbacks=[callback])
+    run = fit(module, train=as_loader(TOKENS), limit_val_batches=0, callbacks=[callback])
     run.save_checkpoint(tmp_path / "a.ckpt")
     lt.export_adapters(tmp_path / "a.ckpt", tmp_path / "adapters")
     loaded = PeftModel.from_pretrained(build(Stateless), tmp_path / "adapters")
-    torch.testing.assert_close(loaded.eval()(batches[0][0]), module.eval()(batches[0][0]))
+    torch.testing.assert_close(loaded.eval()(TOKENS[0][0]), module.eval()(TOKENS[0][0]))
 
     plain = build(PlainNet)
     fit(plain, callbacks=[lora(variant=variant)]).save_checkpoint(tmp_path / "b.ckpt")
@@ -927,18 +906,16 @@ def test_a_quantized_base_trains_resumes_and_merges(base: Any, variant: Any, tmp
     with torch.no_grad():
         torch.testing.assert_close(bare.eval()(x), module.eval()(x), atol=1e-5, rtol=1e-5)
         before = build(Deep).eval()
-        before.load_state_dict(
-            bare.state_dict() | {n: w for n, w in build(Deep).state_dict().items() if "layers.0" in n}
-        )
+        first = {name: weight for name, weight in build(Deep).state_dict().items() if "layers.0" in name}
+        before.load_state_dict(bare.state_dict() | first)
         assert (before(x) - bare(x)).abs().max() > 1e-3
     lt.export_weights(tmp_path / "a.ckpt", tmp_path / "out.pt", merge=True, base=tmp_path / "base.pt")
     exported = torch.load(tmp_path / "out.pt", weights_only=True)
     assert torch.equal(exported["layers.3.weight"], build(Deep).layers[3].weight)  # of before quantizing
     again, resumed = build(Deep), build(Deep)
-    fit(again, callbacks=[callback()], max_epochs=1).save_checkpoint(tmp_path / "half.ckpt")
-    fit(again := build(Deep), callbacks=[callback()])
+    fit(again, callbacks=[callback(), SaveAt(tmp_path / "half.ckpt", epoch=0)])
     fit(resumed, callbacks=[callback()], ckpt_path=tmp_path / "half.ckpt")
-    assert_equal(trained(resumed), trained(again))
+    assert_equal(trainable(resumed), trainable(again))
 
 
 @pytest.mark.parametrize("on", CUDA)
@@ -951,8 +928,8 @@ def test_a_quantized_base_trains_on_a_device_as_on_the_cpu(base: Any, on: str, t
         fit(build(Deep), **settings, max_epochs=1).save_checkpoint(tmp_path / "half.ckpt")
         fit(there_too, **settings)
         fit(resumed, **settings, ckpt_path=tmp_path / "half.ckpt")
-        ended, again = ({n: w.cpu() for n, w in trained(each).items()} for each in (there_too, resumed))
-    assert_close(ended, trained(whole), 1e-6 if there.simulation else 1e-2)
+        ended, again = ({n: w.cpu() for n, w in trainable(each).items()} for each in (there_too, resumed))
+    assert_close(ended, trainable(whole), 1e-6 if there.simulation else 1e-2)
     assert_close(again, ended, 0.0 if there.simulation else 1e-4)
 
 
@@ -963,34 +940,35 @@ class Speaks(Deep):
         return self.layers[3]
 
 
-@pytest.mark.parametrize("base", ["nf4", "int8"])
-def test_the_head_of_a_language_model_is_not_quantized(base: Any) -> None:
-    module, callback = build(Speaks), lora(train=r"layers\.5", base=base)
-    head = module.layers[3].weight.clone()
-    estimate = lt.estimate_memory(module, precision="32-true", lora=callback)
-    fit(module, callbacks=[callback])
-    assert torch.equal(module.layers[3].weight, head)
-    assert type(module.layers[4].linear1.weight).__name__ in ("Params4bit", "Int8Tensor")
-    assert estimate.weights == sum(map(held, module.parameters()))
+class Prescaled(PlainNet):
+    """With a layer that has one input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Unflatten(1, (8, 1)), nn.Linear(1, 4), nn.Flatten(), nn.Linear(32, 2))
 
 
 @pytest.mark.parametrize("base", ["nf4", "int8"])
-def test_layers_with_one_input_are_not_quantized(base: Any) -> None:
-    class Prescaled(PlainNet):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.Sequential(nn.Unflatten(1, (8, 1)), nn.Linear(1, 4), nn.Flatten(), nn.Linear(32, 2))
-
-    module, callback = build(Prescaled), lt.LoRA(r"layers\.3", r=2, base=base)
-    weight = module.layers[1].weight.clone()
+@pytest.mark.parametrize(
+    ("kind", "selected", "kept", "packed"),
+    [
+        (Speaks, {"modules": "layers.0", "train": r"layers\.5"}, "layers.3.weight", "layers.4.linear1.weight"),
+        (Prescaled, {"modules": r"layers\.3"}, "layers.1.weight", "layers.3.weight"),
+    ],
+)
+def test_the_head_of_a_language_model_and_layers_with_one_input_are_not_quantized(
+    kind: Any, selected: dict[str, Any], kept: str, packed: str, base: Any
+) -> None:
+    module, callback = build(kind), lt.LoRA(**selected, r=2, base=base)
+    weight = module.get_parameter(kept).clone()
     estimate = lt.estimate_memory(module, precision="32-true", lora=callback)
     fit(module, callbacks=[callback])
-    assert torch.equal(module.layers[1].weight, weight)
-    assert type(module.layers[3].weight).__name__ in ("Params4bit", "Int8Tensor")
+    assert torch.equal(module.get_parameter(kept), weight)
+    assert type(module.get_parameter(packed)).__name__ in ("Params4bit", "Int8Tensor")
     assert estimate.weights == sum(map(held, module.parameters()))
 
 
-def trained(module: nn.Module) -> dict[str, Tensor]:
+def trainable(module: nn.Module) -> dict[str, Tensor]:
     return {name: p.detach() for name, p in module.named_parameters() if p.requires_grad}
 
 
@@ -1024,11 +1002,6 @@ def test_weights_that_are_pruned_are_not_merged(pruned: str) -> None:
         lt.merge_adapters(module)
 
 
-def test_quantized_weights_are_not_saved() -> None:
-    with pytest.raises(ValueError, match="save='all' needs base='keep'"):
-        lora(base="nf4", save="all")
-
-
 @pytest.mark.parametrize("variant", ["lora", "dora"])
 @pytest.mark.parametrize("base", few(["keep", "nf4", "int8"], 1))
 def test_the_memory_is_what_was_estimated(base: Any, variant: Any) -> None:
@@ -1039,8 +1012,8 @@ def test_the_memory_is_what_was_estimated(base: Any, variant: Any) -> None:
     assert all(parameter.requires_grad for parameter in module.parameters())
     fit(module, callbacks=[callback])
     assert estimate.weights == sum(map(held, module.parameters()))
-    assert estimate.gradients == 4 * sum(weight.numel() for weight in trained(module).values())
-    assert estimate.optimizer == 2 * estimate.gradients + 4 * len(trained(module))  # with the steps
+    assert estimate.gradients == 4 * sum(weight.numel() for weight in trainable(module).values())
+    assert estimate.optimizer == 2 * estimate.gradients + 4 * len(trainable(module))  # with the steps
     assert estimate.activations > 0
     assert lt.estimate_memory(build(Deep).to("meta"), precision="32-true", lora=callback).weights == estimate.weights
 
@@ -1171,16 +1144,10 @@ def on_ranks(name: str, folder: str) -> Any:
         return str(caught.value)
 
     def run(epochs: int, path: str | None = None) -> L.Trainer:
-        whole = Whole()
-        made = trainer(
-            devices=2,
-            strategy=STRATEGIES[name](),
-            max_epochs=epochs,
-            callbacks=[*callbacks_of(name), whole],
-            use_distributed_sampler=False,
-        )
-        made.fit(build(kind), rank_loader(), loader(), ckpt_path=path)
-        given.append({name: value.numpy() for name, value in whole.weights.items()})
+        settings = {"train": rank_loader(), "val": loader(), "max_epochs": epochs, "ckpt_path": path, **TWO}
+        callbacks: list[Any] = [*callbacks_of(name), whole := Whole()]
+        made = fit(build(kind), strategy=STRATEGIES[name](), callbacks=callbacks, **settings)
+        given.append(whole.weights)
         return made
 
     run(2)
@@ -1209,15 +1176,13 @@ def test_two_ranks_equal_one_process_and_resume_exactly(
 ) -> None:
     ((whole, _, resumed), (other, *_)), _ = on_two_ranks(name)
     alone = build(Seeded)
-    run = trainer(callbacks=callbacks_of(name), accumulate_grad_batches=2)
-    run.fit(alone, loader(48), loader())
-    for key, value in trained(alone).items():
-        torch.testing.assert_close(torch.from_numpy(whole[key]), value, atol=1e-5, rtol=1e-4)
-        assert (whole[key] == other[key]).all()
-        assert (whole[key] == resumed[key]).all()
+    fit(alone, train=loader(48), val=loader(), callbacks=callbacks_of(name), accumulate_grad_batches=2)
+    expected = trainable(alone)
+    torch.testing.assert_close({key: whole[key] for key in expected}, expected, atol=1e-5, rtol=1e-4)
+    assert_equal(other, whole)
+    assert_equal(resumed, whole)
     if "int8" not in name and "nf4" not in name:
-        base = weights(build(Seeded))["layers.0.weight"]
-        assert torch.equal(torch.from_numpy(whole["layers.0.base_layer.weight"]), base)
+        assert torch.equal(whole["layers.0.base_layer.weight"], weights(build(Seeded))["layers.0.weight"])
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -1233,10 +1198,10 @@ def test_a_checkpoint_of_two_ranks_is_small_and_merged(
             lt.consolidate(folder, tmp_path / "out.pt")
     lt.export_weights(folder, tmp_path / "out.pt", merge=True, base=tmp_path / "base.pt")
     module.load_state_dict(torch.load(tmp_path / "out.pt", weights_only=True))
-    a, b = (torch.from_numpy(half[f"layers.0.lora_{part}.default.weight"]) for part in "AB")
+    a, b = (half[f"layers.0.lora_{part}.default.weight"] for part in "AB")
     if "dora" not in name:
         torch.testing.assert_close(module.layers[0].weight, build(Seeded).layers[0].weight + 2 * b @ a)
-    assert torch.equal(module.layers[2].weight, torch.from_numpy(half["layers.2.weight"]))
+    assert torch.equal(module.layers[2].weight, half["layers.2.weight"])
 
 
 def test_a_quantized_base_is_refused_where_weights_are_sharded(

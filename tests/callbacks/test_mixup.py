@@ -21,7 +21,19 @@ from lightning_tricks import Mixup
 from lightning_tricks.functional import mixup
 from tests.core.batches.test_mixing import Watch, naive_mixup, train_by_hand
 from tests.few import few
-from tests.nets import Net, NormNet, PlainNet, SteppedByHand, assert_close, assert_equal, build, fit, loader, weights
+from tests.nets import (
+    Net,
+    NormNet,
+    PlainNet,
+    SteppedByHand,
+    assert_close,
+    assert_equal,
+    build,
+    fit,
+    loader,
+    trained,
+    weights,
+)
 from tests.reference.sam import naive_perturb
 
 BATCHES = list(loader())
@@ -81,11 +93,8 @@ KINDS += [(torch.complex64, lam) for lam in (0.3, torch.tensor(0.3), "each")] + 
 def test_it_is_the_convex_combination_in_a_new_tensor(lam: Any, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     if isinstance(lam, str):
         lam = torch.linspace(0, 1, shape[0])
-    x, index = (
-        torch.randn(shape, dtype=dtype, generator=torch.Generator().manual_seed(0)),
-        torch.arange(shape[0]).flip(0),
-    )
-    before = x.clone()
+    x = torch.randn(shape, dtype=dtype, generator=torch.Generator().manual_seed(0))
+    index, before = torch.arange(shape[0]).flip(0), x.clone()
     tolerance = 0.03 if dtype == torch.bfloat16 else 1e-6
     mixed = mixup(x, lam, index)
     torch.testing.assert_close(mixed, naive_mixup(x, lam, index), atol=tolerance, rtol=tolerance)
@@ -151,15 +160,13 @@ def one_hot(y: Tensor) -> Tensor:
     return F.one_hot(y, 2).float()
 
 
+BCE = F.binary_cross_entropy_with_logits
 TARGETS = {
     "one-hot": (one_hot, F.cross_entropy),
     "smoothed": (lambda y: 0.8 * one_hot(y) + 0.1, F.cross_entropy),
-    "multi-label": (
-        lambda y: one_hot(y).logical_or(one_hot(1 - y.flip(0))).float(),
-        F.binary_cross_entropy_with_logits,
-    ),
+    "multi-label": (lambda y: one_hot(y).logical_or(one_hot(1 - y.flip(0))).float(), BCE),
     "regression": (lambda y: torch.stack([y.float(), y - 0.3], 1), F.mse_loss),
-    "bool": (lambda y: one_hot(y).bool(), lambda z, y: F.binary_cross_entropy_with_logits(z, y.float())),
+    "bool": (lambda y: one_hot(y).bool(), lambda z, y: BCE(z, y.float())),
     "by hand": (lambda y: y, lambda z, y: -z.log_softmax(-1).gather(1, y[:, None]).mean()),
 }
 
@@ -210,10 +217,7 @@ def test_the_module_gets_what_was_drawn() -> None:
 
 @pytest.mark.parametrize("settings", [{"alpha": 0}, {"alpha": 0.0}, {"prob": 0.0}, {"stop": 0}, {"start": 99}], ids=str)
 def test_never_mixing_is_bit_equal_to_no_callback(settings: dict[str, Any]) -> None:
-    with_it, without = build(Net), build(Net)
-    fit(with_it, callbacks=[Mixup(**settings)], train=loader(shuffle=True))
-    fit(without, train=loader(shuffle=True))
-    assert_equal(weights(with_it), weights(without))
+    assert_equal(trained(Net, Mixup(**settings), train=loader(shuffle=True)), trained(Net, train=loader(shuffle=True)))
 
 
 class Unlogged(PlainNet):

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 import lightning_tricks as lt
 from lightning_tricks.functional import balance_experts_
-from tests.nets import Net, PlainNet, assert_close, build, fit, loader, rank_loader, weights
-from tests.ranks import Cases, run_cases
+from tests.nets import TWO, Net, PlainNet, assert_close, build, fit, loader, rank_loader, trained
+from tests.ranks import run_ranks
 from tests.reference.loop import Naive
 
 
@@ -133,21 +133,12 @@ def test_biases_that_no_checkpoint_has_are_refused() -> None:
         fit(module, callbacks=[lt.MoEBalance()])
 
 
-def on_ranks(accumulate: int) -> dict[str, Any]:
-    module = build(Mixture)
-    settings = {"strategy": "ddp", "devices": 2, "use_distributed_sampler": False}
-    fit(module, train=rank_loader(), callbacks=[lt.MoEBalance(0.05)], accumulate_grad_batches=accumulate, **settings)
-    return {name: value.numpy() for name, value in weights(module).items()}
+def on_ranks() -> dict[str, Tensor]:
+    settings = {"train": rank_loader(), "accumulate_grad_batches": 3, **TWO}
+    return trained(Mixture, lt.MoEBalance(0.05), strategy="ddp", **settings)
 
 
-@pytest.fixture(scope="module")
-def ranks() -> Cases:
-    return run_cases(on_ranks, [1, 3])
-
-
-@pytest.mark.parametrize("accumulate", [1, 3])
-def test_two_ranks_equal_one_process(accumulate: int, ranks: Cases) -> None:
-    alone = build(Mixture)
-    fit(alone, train=loader(48), callbacks=[lt.MoEBalance(0.05)], accumulate_grad_batches=2 * accumulate)
-    for found in ranks[accumulate]:
-        assert_close({name: torch.from_numpy(value) for name, value in found.items()}, weights(alone), 1e-5)
+def test_two_ranks_that_accumulate_equal_one_process() -> None:
+    alone = trained(Mixture, lt.MoEBalance(0.05), train=loader(48), accumulate_grad_batches=6)
+    for found in run_ranks(on_ranks):
+        assert_close(found, alone, 1e-5)

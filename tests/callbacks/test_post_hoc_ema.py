@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import Callback, LambdaCallback, ModelCheckpoin
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader
 
 import lightning_tricks as lt
 from lightning_tricks.callbacks.post_hoc_ema import PostHocEMA, power_decay
@@ -23,8 +23,9 @@ from lightning_tricks.core.report import readable
 from tests.callbacks.test_rewind_on_spike import Clean, batches, rewind, spiky
 from tests.conformance.runs import ShardedNet
 from tests.device.devices import device
-from tests.nets import NormNet, PlainNet, assert_equal, build, fit, loader, quiet, rank_loader, trainer, weights
+from tests.nets import NormNet, PlainNet, Stream, assert_equal, build, fit, loader, quiet, rank_loader, trainer, weights
 from tests.ranks import run_ranks
+from tests.refusals import assert_refused
 
 
 class NaivePower(Callback):
@@ -44,11 +45,8 @@ class NaivePower(Callback):
     def error(self, found: dict[str, Tensor], module: nn.Module) -> float:
         """The distance of an average from this one, over that of the last weights."""
         last = dict(module.named_parameters())
-        far, near = (
-            torch.stack([(other[name].detach() - mine).norm() for name, mine in self.average.items()]).norm()
-            for other in (last, found)
-        )
-        return float(near / far)
+        far, near = ([other[name].detach() - mine for name, mine in self.average.items()] for other in (last, found))
+        return float(nn.utils.get_total_norm(near) / nn.utils.get_total_norm(far))
 
 
 def run_of(folder: Path) -> Path:
@@ -88,13 +86,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, nn.Module, 
     module, naive = build(NormNet), [NaivePower(length) for length in (0.03, 0.05, 0.08, 0.13, 0.2)]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        theirs = ema_pytorch.PostHocEMA(
-            module.layers,
-            sigma_rels=(0.05, 0.10),
-            update_every=1,
-            checkpoint_every_num_steps=8,
-            checkpoint_folder=str(folder / "theirs"),
-        )
+        saves = {"update_every": 1, "checkpoint_every_num_steps": 8, "checkpoint_folder": str(folder / "theirs")}
+        theirs = ema_pytorch.PostHocEMA(module.layers, sigma_rels=(0.05, 0.10), **saves)
 
     class Theirs(Callback):
         def on_train_batch_end(self, *_: Any) -> None:
@@ -267,32 +260,23 @@ def test_tied_large_and_late_weights(tmp_path: Path) -> None:
     module.load_state_dict(average)
 
 
-class Lengthless(IterableDataset[tuple[Tensor, ...]]):
-    def __iter__(self) -> Any:
-        yield from loader()
-
-
 def test_a_training_of_unknown_length_needs_a_number_of_steps(tmp_path: Path) -> None:
-    stream = torch.utils.data.DataLoader(Lengthless(), batch_size=None)
+    stream = DataLoader(Stream(loader()), batch_size=None)
     with pytest.raises(MisconfigurationException, match="saves 32 snapshots of a training whose length is unknown"):
         fit(build(NormNet), train=stream, callbacks=[PostHocEMA(tmp_path)])
     fit(build(NormNet), train=stream, callbacks=[PostHocEMA(tmp_path, every_n_steps=8)])
     assert [each.step for each in snapshots_in(run_of(tmp_path))][::2] == [8, 12]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        ({"sigma_rels": (0.1,)}, ValueError, "sigma_rels must be two different lengths or more"),
-        ({"sigma_rels": (0.1, 0.1)}, ValueError, "sigma_rels must be two different lengths or more"),
-        ({"sigma_rels": (0.1, 0.4)}, ValueError, r"sigma_rels\[1\] must be in"),
-        ({"sigma_rels": 0.1}, TypeError, "sigma_rels must be list or tuple"),
-        ({"every_n_steps": 0}, ValueError, "every_n_steps must be at least 1"),
-    ],
-)
-def test_wrong_arguments(arguments: Any, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        PostHocEMA("ema", **arguments)
+def test_wrong_arguments() -> None:
+    cases = [
+        (ValueError, {"sigma_rels": (0.1,)}, "sigma_rels must be two different lengths or more"),
+        (ValueError, {"sigma_rels": (0.1, 0.1)}, "sigma_rels must be two different lengths or more"),
+        (ValueError, {"sigma_rels": (0.1, 0.4)}, r"sigma_rels\[1\] must be in"),
+        (TypeError, {"sigma_rels": 0.1}, "sigma_rels must be list or tuple"),
+        (ValueError, {"every_n_steps": 0}, "every_n_steps must be at least 1"),
+    ]
+    assert_refused(partial(PostHocEMA, "ema"), cases)
 
 
 def test_a_checkpoint_cannot_name_a_folder_elsewhere(tmp_path: Path) -> None:

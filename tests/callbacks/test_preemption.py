@@ -21,14 +21,14 @@ import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset
 
 import lightning_tricks as lt
 from lightning_tricks.callbacks.preemption import _requeue
 from tests.faults import everything
 from tests.faults.runs import Resumable, differences
 from tests.few import few
-from tests.nets import NormNet, PlainNet, assert_equal, build, data, loader, trainer, weights
+from tests.nets import NormNet, PlainNet, Stream, assert_equal, build, data, loader, trainer, weights
 from tests.ranks import run_cases, run_ranks
 
 STATUS = 128 + signal.SIGTERM
@@ -299,12 +299,8 @@ def preempted(case: tuple[str, str, int, tuple[int, ...]], folder: str) -> dict[
     mine = [Signals(hook, step)] if int(os.environ["RANK"]) in ranks else []
     status = ended(lambda: fit(run / "ended", engine, *mine))
     (path,) = (run / "ended").glob("*.ckpt")
-    return {
-        "status": status,
-        "path": path.name,
-        "whole": whole,
-        "resumed": fit(run / "ended", engine, ckpt_path="newest"),
-    }
+    resumed = fit(run / "ended", engine, ckpt_path="newest")
+    return {"status": status, "path": path.name, "whole": whole, "resumed": resumed}
 
 
 @pytest.fixture(scope="module")
@@ -337,17 +333,9 @@ def uneven(folder: str) -> tuple[int, int]:
     rank = int(os.environ["RANK"])
     signals = [Signals("on_validation_batch_end", 6)] if rank else []
     made = trainer(callbacks=[lt.Preemption(folder), *signals], devices=2, **strategy("ddp_bf16"))
-    batches = [each for each in loader(24)][: 1 + 2 * rank]
-    status = ended(lambda: made.fit(build(PlainNet), Resumable(), Lengthless(batches)))
+    batches = list(loader(24))[: 1 + 2 * rank]
+    status = ended(lambda: made.fit(build(PlainNet), Resumable(), Stream(batches)))
     return status, made.global_step
-
-
-class Lengthless(IterableDataset[Any]):
-    def __init__(self, batches: list[Any]) -> None:
-        self.batches = batches
-
-    def __iter__(self) -> Any:
-        return iter(self.batches)
 
 
 def apart(folder: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,21 +14,17 @@ from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Subset
+from torch.utils.data import DataLoader
 
 import lightning_tricks as lt
 from lightning_tricks.callbacks.rewind_on_spike import Snapshot, is_spike
+from tests.callbacks import test_skip_non_finite
 from tests.conformance.engines import cpu_deepspeed
-from tests.nets import Net, PlainNet, ShardedLayers, assert_equal, build, data, fit, weights
+from tests.nets import TWO, Net, PlainNet, ShardedLayers, assert_equal, build, data, fit, trained, weights
 from tests.ranks import run_ranks
+from tests.refusals import assert_refused
 
-BATCHES = 16
-
-
-def batches(*left_out: int, rank: int = 0, ranks: int = 1) -> DataLoader[Any]:
-    starts = [8 * (ranks * batch + rank) for batch in range(BATCHES) if batch not in left_out]
-    indices = [sample for start in starts for sample in range(start, start + 8)]
-    return DataLoader(Subset(data(8 * ranks * BATCHES), indices), batch_size=8)
+batches = partial(test_skip_non_finite.batches, count=16)
 
 
 class Clean(Net):
@@ -58,9 +55,7 @@ def ema() -> lt.EMA:
     return lt.EMA(0.9, at_end="raw")
 
 
-def compare(
-    spoiled: Any, clean: Any, left_out: tuple[int, ...], callback: Any, average: Any = ema, **settings: Any
-) -> None:
+def compare(spoiled: Any, clean: Any, left_out: Any, callback: Any, average: Any = ema, **settings: Any) -> None:
     """Both train one epoch; bit-equal weights, averages, optimizer and learning rate at the end."""
     averages = average(), average()
     with_spike = fit(spoiled, train=batches(), callbacks=[callback, averages[0]], max_epochs=1, **settings)
@@ -89,15 +84,12 @@ def test_it_goes_back_to_the_same_snapshot_again() -> None:
     assert callback.rewinds == 2
 
 
-LATE = {
-    "EMA": lambda: lt.EMA(0.9, start=3, at_end="raw"),
-    "SWA": lambda: lt.SWA(3, every_n_steps=2, at_end="raw", recalibrate_batchnorm=False),
-}
+LATE_SWA = partial(lt.SWA, 3, every_n_steps=2, at_end="raw", recalibrate_batchnorm=False)
 
 
-@pytest.mark.parametrize("average", LATE)
-def test_it_goes_back_to_before_averaging_began(average: str) -> None:
-    compare(spiky(), build(Clean), tuple(range(11)), rewind(every_n_steps=16), LATE[average])
+@pytest.mark.parametrize("average", [partial(lt.EMA, 0.9, start=3, at_end="raw"), LATE_SWA], ids=["EMA", "SWA"])
+def test_it_goes_back_to_before_averaging_began(average: Any) -> None:
+    compare(spiky(), build(Clean), tuple(range(11)), rewind(every_n_steps=16), average)
 
 
 class Epochs:
@@ -114,13 +106,11 @@ class Epochs:
 
 def test_it_goes_back_to_before_weights_joined_an_average() -> None:
     ended = []
-    for epochs, first in (
-        (((1, 2, 3), (4, 5, -6, 7, 8)), [rewind(every_n_steps=3, window=9)]),
-        (((1, 2, 3), (7, 8)), []),
-    ):
+    goes_back = rewind(every_n_steps=3, window=9)
+    for second, first in (((4, 5, -6, 7, 8), [goes_back]), ((7, 8), [])):
         module, average = build(Clean), ema()
         late = lt.GradualUnfreeze([3], parameters=[r"^layers\.[01]\."])
-        fit(module, train=Epochs(*map(list, epochs)), callbacks=[*first, late, average])
+        fit(module, train=Epochs([1, 2, 3], [*second]), callbacks=[*first, late, average])
         ended.append((weights(module), average.averaged_state_dict()))
     for spoiled, clean in zip(*ended, strict=True):
         assert_equal(spoiled, clean)
@@ -160,11 +150,10 @@ def test_a_loss_of_each_sample() -> None:
         def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
             loss.mean().backward()
 
-    callback, without = rewind(), build(Each)
-    fit(module := build(Each), train=batches(), callbacks=[callback], max_epochs=1)
-    fit(without, train=batches(), max_epochs=1)
+    callback = rewind()
+    watched = trained(Each, callback, train=batches(), max_epochs=1)
     assert callback.rewinds == 0
-    assert_equal(weights(module), weights(without))
+    assert_equal(watched, trained(Each, train=batches(), max_epochs=1))
 
 
 def test_an_accumulated_window() -> None:
@@ -239,21 +228,15 @@ class SometimesNone(Clean):
 
 @pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
 def test_a_step_without_a_loss_is_not_judged() -> None:
-    watched, plain = build(SometimesNone), build(SometimesNone)
-    fit(watched, train=batches(), callbacks=[rewind(threshold=50.0)], max_epochs=1)
-    fit(plain, train=batches(), max_epochs=1)
-    assert_equal(weights(watched), weights(plain))
+    watched = trained(SometimesNone, rewind(threshold=50.0), train=batches(), max_epochs=1)
+    plain = trained(SometimesNone, train=batches(), max_epochs=1)
+    assert_equal(watched, plain)
 
 
 @pytest.mark.parametrize("factor", [1000.0, torch.nan])
 def test_sam(factor: float) -> None:
-    class SAMSpiky(lt.SAMMixin, Spiky):
-        pass
-
-    class SAMClean(lt.SAMMixin, Clean):
-        pass
-
-    compare(spiky(SAMSpiky, factor=factor), build(SAMClean), (8, 9, 10), rewind())
+    sharp, sharp_clean = (type(f"SAM{kind.__name__}", (lt.SAMMixin, kind), {}) for kind in (Spiky, Clean))
+    compare(spiky(sharp, factor=factor), build(sharp_clean), (8, 9, 10), rewind())
 
 
 def test_too_many_stop_training() -> None:
@@ -263,20 +246,16 @@ def test_too_many_stop_training() -> None:
 
 
 def test_a_calm_run_is_as_without_it() -> None:
-    watched, plain = build(Clean), build(Clean)
+    watched = build(Clean)
     fit(watched, train=batches(), callbacks=[rewind(threshold=50.0)], max_epochs=1)
-    fit(plain, train=batches(), max_epochs=1)
-    assert_equal(weights(watched), weights(plain))
+    assert_equal(weights(watched), trained(Clean, train=batches(), max_epochs=1))
     assert "optimizer_step" not in vars(watched.trainer.strategy)
 
 
 def test_the_end_is_as_good_as_that_of_a_clean_run() -> None:
     def last(*callbacks: Any, factor: float) -> float:
-        module = spiky(factor=factor, when=(10,))
-        run = fit(
-            module, train=batches(), val=DataLoader(data(64, seed=1), 64), callbacks=list(callbacks), max_epochs=4
-        )
-        return run.callback_metrics["val_loss"].item()
+        settings = {"train": batches(), "val": DataLoader(data(64, seed=1), 64), "max_epochs": 4}
+        return fit(spiky(factor=factor), callbacks=[*callbacks], **settings).callback_metrics["val_loss"].item()
 
     assert last(rewind(), factor=1e6) < last(factor=1.0) + 0.05
 
@@ -300,17 +279,10 @@ def two_ranks() -> None:
         ended = []
         for when, left_out in (((10,), ()), ((), (8, 9, 10))):
             module, callback = spiky(Sharded, when=when), rewind()
-            fit(
-                module,
-                max_epochs=1,
-                train=batches(*left_out, rank=rank, ranks=2),
-                callbacks=[callback] if when else [],
-                strategy="ddp" if name == "ddp" else ModelParallelStrategy(2, 1),
-                devices=2,
-                use_distributed_sampler=False,
-            )
-            own = weights(module).items()
-            ended.append({key: getattr(value, "to_local", value.clone)() for key, value in own})
+            own = {"train": batches(*left_out, rank=rank, ranks=2), "callbacks": [callback] if when else []}
+            strategy = "ddp" if name == "ddp" else ModelParallelStrategy(2, 1)
+            fit(module, max_epochs=1, strategy=strategy, **own, **TWO)
+            ended.append(weights(module))
             assert callback.rewinds == len(when)
         assert_equal(*ended)
     with pytest.raises(MisconfigurationException, match=r"RewindOnSpike .* CPUDeepSpeedStrategy"):
@@ -321,20 +293,16 @@ def test_all_ranks_go_back_to_their_shards() -> None:
     run_ranks(two_ranks)
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"threshold": -1}, "threshold must be in"),
-        ({"window": 1}, "window must be at least"),
-        ({"every_n_steps": 0}, "every_n_steps must be at least 1"),
-        ({"max_rewinds": 0}, "max_rewinds must be at least 1"),
-        ({"lr_factor": 2.0}, "lr_factor must be in"),
-        ({"lr_steps": -1}, "lr_steps must be at least 0"),
-    ],
-)
-def test_what_is_out_of_range_is_refused(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        lt.RewindOnSpike(**settings)
+def test_what_is_out_of_range_is_refused() -> None:
+    cases = [
+        (ValueError, {"threshold": -1}, "threshold must be in"),
+        (ValueError, {"window": 1}, "window must be at least"),
+        (ValueError, {"every_n_steps": 0}, "every_n_steps must be at least 1"),
+        (ValueError, {"max_rewinds": 0}, "max_rewinds must be at least 1"),
+        (ValueError, {"lr_factor": 2.0}, "lr_factor must be in"),
+        (ValueError, {"lr_steps": -1}, "lr_steps must be at least 0"),
+    ]
+    assert_refused(lt.RewindOnSpike, cases)
 
 
 def test_a_spike_is_judged_by_mean_and_deviation() -> None:

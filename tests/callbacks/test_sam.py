@@ -16,7 +16,7 @@ from torch import Tensor
 
 import lightning_tricks as lt
 from tests.conformance.runs import fp16
-from tests.nets import NormNet, PlainNet, assert_close, assert_equal, build, fit, loader, trainer, weights
+from tests.nets import NormNet, PlainNet, assert_close, assert_equal, build, fit, loader, trained, trainer, weights
 
 SETTINGS: dict[str, tuple[dict[str, Any], Callable[[], dict[str, Any]]]] = {
     "as it is": ({}, dict),
@@ -38,12 +38,11 @@ def with_mixin(base: type[NormNet], **sam: Any) -> type[NormNet]:
 @pytest.mark.parametrize("name", SETTINGS)
 def test_it_is_bit_equal_to_the_mixin(name: str) -> None:
     sam, settings = SETTINGS[name]
-    mixed, module, plain = build(with_mixin(NormNet, **sam)), build(NormNet), build(NormNet)
-    fit(mixed, **settings())
-    fit(module, callbacks=[lt.SAMCallback(0.3, **sam)], **settings())
-    fit(plain, **settings())
-    assert_equal(weights(module), weights(mixed))
-    assert any(not torch.equal(weights(plain)[key], weight) for key, weight in weights(module).items())
+    mixed = trained(with_mixin(NormNet, **sam), **settings())
+    module = trained(NormNet, lt.SAMCallback(0.3, **sam), **settings())
+    plain = trained(NormNet, **settings())
+    assert_equal(module, mixed)
+    assert any(not torch.equal(plain[key], weight) for key, weight in module.items())
 
 
 class Library(NormNet):
@@ -64,10 +63,10 @@ class Library(NormNet):
 
 
 def test_a_backward_of_the_librarys_own_is_used_and_the_second_run_is_not_seen() -> None:
-    mixed, module = build(with_mixin(NormNet)), build(Library)
-    fit(mixed)
+    module = build(Library)
+    mixed = trained(with_mixin(NormNet))
     fit(module, callbacks=[lt.SAMCallback(0.3)], max_epochs=2)
-    assert_equal(weights(module), weights(mixed))
+    assert_equal(weights(module), mixed)
     assert module.seen == [*range(6)] * 2
     assert not {"backward", "log", "_sam"} & vars(module).keys()
     plain = fit(build(Library), max_epochs=1, callbacks=[lt.SAMCallback(0.0)])
@@ -77,12 +76,11 @@ def test_a_backward_of_the_librarys_own_is_used_and_the_second_run_is_not_seen()
 
 def test_it_is_resumed_bit_equal_and_a_checkpoint_goes_to_the_mixin(tmp_path: Path) -> None:
     saving = ModelCheckpoint(tmp_path, filename="{step}", save_top_k=-1)
-    fitted = build(NormNet)
-    fit(fitted, callbacks=[lt.SAMCallback(0.3), saving], enable_checkpointing=True)
+    fitted = trained(NormNet, lt.SAMCallback(0.3), saving, enable_checkpointing=True)
     for kind, callbacks in ((NormNet, [lt.SAMCallback(0.3)]), (with_mixin(NormNet), [])):
         module = build(kind)
         fit(module, callbacks=callbacks, ckpt_path=tmp_path / "step=6.ckpt")
-        assert_equal(weights(module), weights(fitted))
+        assert_equal(weights(module), fitted)
 
 
 class Manual(PlainNet):
@@ -184,14 +182,12 @@ STAGED: dict[str, Callable[[], Any]] = {
 @pytest.mark.few(1)
 @pytest.mark.parametrize("staged", STAGED.values(), ids=STAGED)
 def test_micro_batches_train_what_is_not_frozen_at_the_time(staged: Callable[[], Any]) -> None:
-    plain, ours = build(PlainNet), build(PlainNet)
-    fit(plain, callbacks=[staged()], max_epochs=3)
-    fit(ours, callbacks=[lt.SAMCallback(rho=0.0, micro_batch_size=4), staged()], max_epochs=3)
-    assert_close(weights(ours), weights(plain))
-    sharp, whole = build(PlainNet), build(PlainNet)
-    fit(sharp, callbacks=[lt.SAMCallback(rho=0.2, micro_batch_size=8), staged()], max_epochs=3)
-    fit(whole, callbacks=[lt.SAMCallback(rho=0.2), staged()], max_epochs=3)
-    assert_close(weights(sharp), weights(whole))
+    plain = trained(PlainNet, staged(), max_epochs=3)
+    ours = trained(PlainNet, lt.SAMCallback(rho=0.0, micro_batch_size=4), staged(), max_epochs=3)
+    assert_close(ours, plain)
+    sharp = trained(PlainNet, lt.SAMCallback(rho=0.2, micro_batch_size=8), staged(), max_epochs=3)
+    whole = trained(PlainNet, lt.SAMCallback(rho=0.2), staged(), max_epochs=3)
+    assert_close(sharp, whole)
 
 
 def test_a_loss_of_nothing_that_trains_is_refused_by_name() -> None:

@@ -63,14 +63,8 @@ def encoded() -> dict[str, Tensor]:
     mask[1, 12:] = 0
     labels = ids().clone()
     labels[:, :2] = -100
-    places = torch.arange(T).expand(B, T)
-    return {
-        "input_ids": ids(),
-        "attention_mask": mask,
-        "token_type_ids": ids(),
-        "position_ids": places,
-        "labels": labels,
-    }
+    batch = {"input_ids": ids(), "attention_mask": mask, "token_type_ids": ids()}
+    return {**batch, "position_ids": torch.arange(T).expand(B, T), "labels": labels}
 
 
 @pytest.mark.parametrize("kind", [dict, BatchEncoding])
@@ -138,10 +132,7 @@ def test_what_is_cut_and_what_stays(batch: Any, settings: dict[str, Any], shapes
         ({"x": ids(), "cu_seq_lens_q": torch.ones(3)}, r"batch\['cu_seq_lens_q'\] may be places"),
         ({"x": ids(), "spans": [[1, 2]] * B}, r"batch\['spans'\].* may be places"),
         ({"x": ids(), "z": torch.nested.nested_tensor([torch.ones(2)], layout=torch.jagged)}, "is a nested tensor"),
-        (
-            {"x": torch.zeros(B, 3, 8, 8)},
-            r"needs tokens \(B, T\) or features \(B, T, F\), got .*float32 \(4, 3, 8, 8\): name",
-        ),
+        ({"x": torch.zeros(B, 3, 8, 8)}, r"tokens \(B, T\) or features \(B, T, F\), got .* \(4, 3, 8, 8\): name"),
         ({"x": torch.zeros(B, 2, T).long(), "y": torch.zeros(B)}, r"needs tokens .*int64 \(4, 2, 32\): .* in dim="),
         ({"x": torch.zeros(B).long()}, r"needs tokens .*int64 \(4,\)"),
         ({"tokens": ids()}, r"finds no such tensor in the batch, which has tokens: int64"),

@@ -9,7 +9,6 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
@@ -18,17 +17,18 @@ from torch.utils.data import DataLoader, Subset
 
 import lightning_tricks as lt
 from tests.conformance.engines import cpu_deepspeed
-from tests.nets import NormNet, PlainNet, SaveAt, ShardedLayers, assert_equal, build, data, fit, weights
+from tests.conformance.runs import fp16
+from tests.nets import TWO, NormNet, PlainNet, SaveAt, ShardedLayers, assert_equal, build, data, fit, trained, weights
 from tests.ranks import run_ranks
 
 BATCHES = 12
 
 
-def batches(*left_out: int, rank: int = 0, ranks: int = 1) -> DataLoader[Any]:
+def batches(*left_out: int, rank: int = 0, ranks: int = 1, count: int = BATCHES) -> DataLoader[Any]:
     """Batches of eight samples for a rank, without some."""
-    starts = [8 * (ranks * batch + rank) for batch in range(BATCHES) if batch not in left_out]
+    starts = [8 * (ranks * batch + rank) for batch in range(count) if batch not in left_out]
     indices = [sample for start in starts for sample in range(start, start + 8)]
-    return DataLoader(Subset(data(8 * ranks * BATCHES), indices), batch_size=8)
+    return DataLoader(Subset(data(8 * ranks * count), indices), batch_size=8)
 
 
 class Clean(NormNet):
@@ -87,10 +87,9 @@ def test_a_run_with_bad_batches_is_bit_equal_to_the_run_without_them(
 
 
 def test_an_accumulated_window_is_dropped_as_a_whole() -> None:
-    spoiled, clean, skip = bad("input", when=(3,)), build(Clean), lt.SkipNonFinite()
+    spoiled, skip = bad("input", when=(3,)), lt.SkipNonFinite()
     fit(spoiled, max_epochs=1, train=batches(), callbacks=[skip], accumulate_grad_batches=2)
-    fit(clean, max_epochs=1, train=batches(2, 3), accumulate_grad_batches=2)
-    assert_equal(weights(spoiled), weights(clean))
+    assert_equal(weights(spoiled), trained(Clean, max_epochs=1, train=batches(2, 3), accumulate_grad_batches=2))
     assert skip.skipped_steps == 1
 
 
@@ -145,14 +144,13 @@ def test_each_optimizer_has_its_own_row() -> None:
 
 @pytest.mark.parametrize("how", ["gradient", "loss", "input"])
 def test_with_rewinds_the_first_of_the_two_decides(how: str) -> None:
-    clean = build(Clean)
-    fit(clean, max_epochs=1, train=batches(3, 6))
+    clean = trained(Clean, max_epochs=1, train=batches(3, 6))
     skip, rewind = lt.SkipNonFinite(), lt.RewindOnSpike(threshold=1e3, window=2, every_n_steps=1)
     for callbacks in ([skip, rewind], [rewind, skip]):
         spoiled = bad(how)
         fit(spoiled, max_epochs=1, train=batches(), callbacks=callbacks)
         assert (skip.skipped_steps, rewind.rewinds) == ((2, 0) if callbacks[0] is skip else (0, 2))
-        assert_equal(weights(spoiled), weights(clean))
+        assert_equal(weights(spoiled), clean)
 
 
 class Replaces(Bad):
@@ -193,14 +191,9 @@ def test_the_filter_drops_no_sample_that_is_not_finite(sample: int, settings: di
 
 
 def test_sam() -> None:
-    class SAMBad(lt.SAMMixin, Bad):
-        pass
-
-    class SAMClean(lt.SAMMixin, Clean):
-        pass
-
+    sharp, sharp_clean = (type(f"SAM{kind.__name__}", (lt.SAMMixin, kind), {}) for kind in (Bad, Clean))
     for how in ("input", "loss"):
-        spoiled, clean, skip = bad(how, SAMBad), build(SAMClean), lt.SkipNonFinite()
+        spoiled, clean, skip = bad(how, sharp), build(sharp_clean), lt.SkipNonFinite()
         fit(spoiled, max_epochs=1, train=batches(), callbacks=[skip])
         fit(clean, max_epochs=1, train=batches(3, 6))
         assert_equal(weights(spoiled), weights(clean))
@@ -210,17 +203,11 @@ def test_sam() -> None:
 def test_under_a_grad_scaler_it_counts_and_gives_buffers_back() -> None:
     ended = []
     for callbacks in ([], [lt.SkipNonFinite()]):
-        plugin = MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", init_scale=64.0))
-        spoiled = bad("gradient")
-        run = fit(spoiled, max_epochs=1, train=batches(), callbacks=callbacks, plugins=[plugin])
+        run = fit(spoiled := bad("gradient"), max_epochs=1, train=batches(), callbacks=callbacks, **fp16())
         ended.append((weights(spoiled), run.global_step))
     (without, steps), (given, same_steps) = ended
-    assert_equal(
-        *(
-            {name: value for name, value in each.items() if "layers.1.r" not in name and "num" not in name}
-            for each in (without, given)
-        )
-    )
+    compared = [name for name in given if "layers.1.r" not in name and "num" not in name]
+    assert_equal(*({name: each[name] for name in compared} for each in (without, given)))
     assert given["layers.1.num_batches_tracked"] == without["layers.1.num_batches_tracked"] - 2
     assert steps == same_steps == 12
     assert callbacks[0].skipped_steps == 2
@@ -284,18 +271,11 @@ def two_ranks() -> dict[str, Any]:
             ended_weights = []
             for when, left_out in (((3, 6), ()), ((), (3, 6))):
                 module, skip = bad(how, Sharded, when=when), lt.SkipNonFinite()
-                fit(
-                    module,
-                    max_epochs=1,
-                    train=batches(*left_out, rank=rank, ranks=2),
-                    callbacks=[skip] if when else [],
-                    strategy="ddp" if name == "ddp" else ModelParallelStrategy(2, 1),
-                    devices=2,
-                    use_distributed_sampler=False,
-                )
+                own = {"train": batches(*left_out, rank=rank, ranks=2), "callbacks": [skip] if when else []}
+                strategy = "ddp" if name == "ddp" else ModelParallelStrategy(2, 1)
+                fit(module, max_epochs=1, strategy=strategy, **own, **TWO)
                 ended[name, how] = max(skip.skipped_steps, ended.get((name, how), 0))
-                own = weights(module).items()
-                ended_weights.append({key: getattr(value, "to_local", value.clone)() for key, value in own})
+                ended_weights.append(weights(module))
             assert_equal(*ended_weights)
             assert all(value.isfinite().all() for value in ended_weights[0].values())
     return ended
@@ -307,16 +287,10 @@ def test_all_ranks_leave_out_what_is_bad_on_one() -> None:
 
 
 def never_finite() -> str:
+    module, skip = bad("gradient", Sharded, when=tuple(range(BATCHES))), lt.SkipNonFinite(max_consecutive=3)
+    settings = {"train": batches(rank=int(os.environ["RANK"]), ranks=2), "max_epochs": 1, **TWO}
     with pytest.raises(FloatingPointError) as caught:
-        fit(
-            bad("gradient", Sharded, when=tuple(range(BATCHES))),
-            max_epochs=1,
-            train=batches(rank=int(os.environ["RANK"]), ranks=2),
-            callbacks=[lt.SkipNonFinite(max_consecutive=3)],
-            strategy=ModelParallelStrategy(2, 1),
-            devices=2,
-            use_distributed_sampler=False,
-        )
+        fit(module, callbacks=[skip], strategy=ModelParallelStrategy(2, 1), **settings)
     return str(caught.value)
 
 
@@ -325,21 +299,14 @@ def test_both_ranks_stop_and_name_the_parameter_of_one() -> None:
         assert "layers.0.weight" in said
 
 
-def under_deepspeed() -> None:
-    with pytest.raises(MisconfigurationException, match=r"SkipNonFinite .* CPUDeepSpeedStrategy"):
-        fit(build(PlainNet), callbacks=[lt.SkipNonFinite()], strategy=cpu_deepspeed(), devices=2)
-
-
-def with_power_sgd() -> None:
+def refused() -> None:
     for guard in (lt.SkipNonFinite(), lt.RewindOnSpike()):
         strategy = lt.DDPPreset(compression="powersgd", process_group_backend="gloo")
         with pytest.raises(MisconfigurationException, match=rf"{type(guard).__name__} .*PowerSGD"):
             fit(build(PlainNet), callbacks=[guard], strategy=strategy, devices=2)
+    with pytest.raises(MisconfigurationException, match=r"SkipNonFinite .* CPUDeepSpeedStrategy"):
+        fit(build(PlainNet), callbacks=[lt.SkipNonFinite()], strategy=cpu_deepspeed(), devices=2)
 
 
-def test_power_sgd_is_refused() -> None:
-    run_ranks(with_power_sgd)
-
-
-def test_deepspeed_is_refused() -> None:
-    run_ranks(under_deepspeed)
+def test_power_sgd_and_deepspeed_are_refused() -> None:
+    run_ranks(refused)

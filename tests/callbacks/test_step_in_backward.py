@@ -29,7 +29,8 @@ from lightning_tricks.optimizers.table import optimizers
 from tests.conformance.runs import fp16
 from tests.device.devices import CUDA, EVERY, device
 from tests.faults.runs import differences, load, state
-from tests.nets import NormNet, PlainNet, assert_equal, build, fit, loader, trainer, weights
+from tests.few import slow
+from tests.nets import NormNet, PlainNet, SaveAt, assert_equal, build, fit, loader, trained, trainer, weights
 
 COUPLED = {"lamb", "lookahead_sgd", "lookahead_adamw", "lookahead_radam", "prodigy", "ranger21"}
 QUICK = {"sgd", "adamw", "adan", "muon", "mars", "schedulefree_adamw", "lamb", "lookahead_sgd", "prodigy"}
@@ -83,9 +84,8 @@ def flat(tree: Any, name: str = "") -> dict[str, Any]:
     return {name: tree} if isinstance(tree, Tensor | int | float) else {}
 
 
-NAMES = [
-    pytest.param(row["name"], marks=[] if row["name"] in QUICK else pytest.mark.slow) for row in optimizers()
-]  # of each library and of each kind of state one is quick
+EVERY_NAME = [row["name"] for row in optimizers()]
+NAMES = [name if name in QUICK else slow(name) for name in EVERY_NAME]  # of each library and kind of state one is quick
 
 
 @pytest.mark.few(5)
@@ -220,10 +220,8 @@ def test_rates_and_hooks_of_the_optimizer_are_as_without_it() -> None:
     for trick in ([], [lt.StepInBackward()]):
         calls.append([])
         seen: list[float] = []
-        watch = LambdaCallback(
-            on_train_batch_end=lambda run, *_, seen=seen: seen.append(run.optimizers[0].param_groups[0]["lr"])
-        )
-        fit(build(Hooked), callbacks=[*trick, watch])
+        rate = lambda run, *_, seen=seen: seen.append(run.optimizers[0].param_groups[0]["lr"])  # noqa: E731
+        fit(build(Hooked), callbacks=[*trick, LambdaCallback(on_train_batch_end=rate)])
         rates.append(seen)
     assert rates[0] == rates[1]
     assert len(set(rates[0])) > 10
@@ -233,10 +231,8 @@ def test_rates_and_hooks_of_the_optimizer_are_as_without_it() -> None:
 def test_the_monitor_logs_the_schedule(tmp_path: Path) -> None:
     logged = []
     for trick in ([], [lt.StepInBackward()]):
-        monitor = LearningRateMonitor()
-        run = fit(
-            build(Groups), callbacks=[monitor, *trick], logger=True, default_root_dir=tmp_path, log_every_n_steps=1
-        )
+        monitor, settings = LearningRateMonitor(), {"logger": True, "default_root_dir": tmp_path}
+        run = fit(build(Groups), callbacks=[monitor, *trick], log_every_n_steps=1, **settings)
         logged.append((monitor.lrs, {name: float(value) for name, value in run.logged_metrics.items()}))
     assert logged[0] == logged[1]
 
@@ -245,16 +241,16 @@ def test_the_monitor_logs_the_schedule(tmp_path: Path) -> None:
 @pytest.mark.parametrize("first", [[], [lt.StepInBackward]])
 @pytest.mark.parametrize("name", ["adamw", "schedulefree_adamw"])
 def test_a_checkpoint_resumes_with_and_without_it(name: str, first: list[Any], tmp_path: Path) -> None:
-    extra = [lt.ScheduleFree] if name != "adamw" else []
-    whole = net(name)
-    fit(whole, max_epochs=3, callbacks=[make() for make in extra])
-    saved = ModelCheckpoint(tmp_path, filename="{epoch}", save_top_k=-1)
-    fit(net(name), max_epochs=3, callbacks=[saved, *(make() for make in [*extra, *first])], enable_checkpointing=True)
+    extra, kind = [lt.ScheduleFree] if name != "adamw" else [], type("Named", (Groups,), {"name": name})
+
+    def ended(*more: Any, **settings: Any) -> dict[str, Tensor]:
+        return trained(kind, *(make() for make in (*extra, *more)), max_epochs=3, **settings)
+
+    path = tmp_path / "a.ckpt"
+    whole = ended()
+    ended(partial(SaveAt, path, epoch=0), *first)
     for then in ([], [lt.StepInBackward]):
-        module = net(name)
-        run = trainer(max_epochs=3, callbacks=[make() for make in [*extra, *then]])
-        run.fit(module, loader(), loader(24), ckpt_path=tmp_path / "epoch=0.ckpt")
-        assert_equal(weights(module), weights(whole))
+        assert_equal(ended(*then, ckpt_path=path), whole)
 
 
 class Signalled(Callback):
@@ -284,9 +280,7 @@ class Signalled(Callback):
 @pytest.mark.few(2)
 @pytest.mark.parametrize("others", [list, lambda: [lt.EMA(0.9)]])
 @pytest.mark.parametrize("comes_in", ["backward", "step"])
-def test_a_signal_amid_a_step_saves_after_it(
-    comes_in: str, others: Callable[[], list[Callback]], tmp_path: Path
-) -> None:
+def test_a_signal_amid_a_step_saves_after_it(comes_in: str, others: Any, tmp_path: Path) -> None:
     third = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=3, save_top_k=-1)
     fit(net(), callbacks=[lt.StepInBackward(), *others(), third], enable_checkpointing=True)
     handler = signal.getsignal(signal.SIGUSR1)
@@ -461,16 +455,9 @@ def with_hook(name: str) -> type[Any]:
     return type("Net", (PlainNet,), {name: lambda self, *args, **kwargs: None})
 
 
-HOOKS = [
-    *("backward", "configure_gradient_clipping", "on_after_backward", "on_before_optimizer_step"),
-    *("optimizer_step", "optimizer_zero_grad"),
-]
+HOOKS = ["backward", "configure_gradient_clipping", "on_after_backward", "on_before_optimizer_step", "optimizer_step"]
 REFUSED: dict[str, tuple[type[Any], dict[str, Any], str]] = {
-    "accumulate": (
-        PlainNet,
-        {"accumulate_grad_batches": 2},
-        r"StepInBackward\(\) and Trainer\(accumulate_grad_batches=2",
-    ),
+    "accumulate": (PlainNet, {"accumulate_grad_batches": 2}, r"InBackward\(\) and Trainer\(accumulate_grad_batches=2"),
     "clip": (PlainNet, {"gradient_clip_val": 1.0}, "gradient_clip_val=1.0"),
     "scaler": (PlainNet, fp16(), "precision='16-mixed'"),
     "manual": (Manual, {}, "automatic_optimization=False"),
@@ -479,7 +466,7 @@ REFUSED: dict[str, tuple[type[Any], dict[str, Any], str]] = {
     "counts": (with_optimizer(lambda self: CountsItself(self.parameters(), lr=0.1)), {}, "for CountsItself is not"),
     "norm": (with_optimizer(lambda self: clipping()(self.parameters(), lr=0.1)), {}, "for Clips is not the same"),
     "none": (with_optimizer(lambda self: None), {}, "which _MockOptimizer does not allow"),
-    **{hook: (with_hook(hook), {}, rf"Net\.{hook}") for hook in HOOKS},
+    **{hook: (with_hook(hook), {}, rf"Net\.{hook}") for hook in (*HOOKS, "optimizer_zero_grad")},
     "callback": (PlainNet, {"callbacks": [LambdaCallback(on_after_backward=print)]}, r"LambdaCallback\.on_after_back"),
 }
 
@@ -528,11 +515,7 @@ def test_a_fit_after_one_that_failed_in_the_backward_pass() -> None:
         fit(module, callbacks=[trick])
     module.fails = False
     assert not any(weight._post_accumulate_grad_hooks for weight in module.parameters())
-    again = build(PlainNet)
-    fit(again, callbacks=[trick])
-    plain = build(PlainNet)
-    fit(plain)
-    assert_equal(weights(again), weights(plain))
+    assert_equal(trained(PlainNet, trick), trained(PlainNet))
     assert trick._tried is None  # which would keep the weights
 
 
@@ -554,6 +537,4 @@ def test_a_parameter_of_integers_stays_as_it_is(first: bool) -> None:
             own = list(self.parameters())
             return torch.optim.SGD(sorted(own, key=lambda weight: weight.is_floating_point() is first), lr=0.1)
 
-    plain, ours = build(Ordered), build(Ordered)
-    fit(plain), fit(ours, callbacks=[lt.StepInBackward()])
-    assert_equal(weights(ours), weights(plain))
+    assert_equal(trained(Ordered, lt.StepInBackward()), trained(Ordered))

@@ -22,6 +22,7 @@ from torch.optim.swa_utils import update_bn
 
 import lightning_tricks as lt
 from lightning_tricks.callbacks.swa import SWA
+from tests.callbacks.test_lr_schedule import LearningRates
 from tests.conformance.engines import cpu_deepspeed
 from tests.device.devices import CUDA, device
 from tests.nets import (
@@ -36,11 +37,13 @@ from tests.nets import (
     fit,
     loader,
     rank_loader,
+    trained,
     trainer,
     weights,
 )
 from tests.ranks import run_ranks
 from tests.reference.swa import NaiveSWA, naive_statistics
+from tests.refusals import assert_refused
 
 
 def load(path: Any) -> dict[str, Any]:
@@ -117,14 +120,7 @@ def test_the_learning_rate_schedule_is_left_alone() -> None:
         def configure_optimizers(self) -> Any:
             return lt.cosine(super().configure_optimizers(), self, warmup=3)
 
-    class Rates(Callback):
-        def __init__(self) -> None:
-            self.seen: list[float] = []
-
-        def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
-            self.seen.append(trainer.optimizers[0].param_groups[0]["lr"])
-
-    plain, averaged = Rates(), Rates()
+    plain, averaged = LearningRates(), LearningRates()
     fit(build(Scheduled), callbacks=[plain], max_epochs=4)
     fit(build(Scheduled), callbacks=[SWA(0.5), averaged], max_epochs=4)
     assert plain.seen == averaged.seen
@@ -294,14 +290,14 @@ def test_an_exception_in_the_pass_leaves_the_module_raw_and_the_average_whole(
         def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
             trainer.should_stop = early and trainer.current_epoch == 1
 
-    plain, module, swa, naive = build(NormNet), build(FailingPass, error=error), SWA(0), NaiveSWA()
-    fit(plain, max_epochs=2)
+    module, swa, naive = build(FailingPass, error=error), SWA(0), NaiveSWA()
+    plain = trained(NormNet, max_epochs=2)
     saved = ModelCheckpoint(tmp_path, save_on_exception=True, every_n_epochs=99)
     handler, epochs = signal.getsignal(signal.SIGINT), 4 if early else 2
     with pytest.raises((RuntimeError, SystemExit)):
         fit(module, callbacks=[naive, swa, Stop(), saved], max_epochs=epochs, enable_checkpointing=True)
     signal.signal(signal.SIGINT, handler)  # which Lightning ignores from the first Ctrl-C on
-    assert_equal(weights(module), weights(plain))
+    assert_equal(weights(module), plain)
     assert module.layers[1].momentum == 0.1
     assert "log" not in vars(module)
     naive.assert_equals(swa.averaged_state_dict())
@@ -327,20 +323,18 @@ def test_a_checkpoint_after_the_fit_scores_what_validate_says(tmp_path: Any) -> 
 
 
 @pytest.mark.few(4)
-@pytest.mark.parametrize(
-    "settings", [{"start": 0}, {"start": 7}, {"start": 12}, {"start": 5, "every_n_steps": 4}], ids=str
-)
+@pytest.mark.parametrize("settings", [*({"start": n} for n in (0, 7, 12)), {"start": 5, "every_n_steps": 4}], ids=str)
 @pytest.mark.parametrize("ended", [6, 12, 18])
 @pytest.mark.parametrize("first", [False, True])
 def test_resume_from_a_checkpoint_of_the_run_is_bit_exact(
     settings: dict[str, Any], ended: int, first: bool, tmp_path: Any
 ) -> None:
-    whole, rest, swa, resumed = build(NormNet), build(NormNet), SWA(**settings), SWA(**settings)
+    swa, resumed = SWA(**settings), SWA(**settings)
     save = SaveAt(tmp_path / "x.ckpt", step=ended)  # before and after the callback has had its turn
-    fit(whole, callbacks=[save, swa] if first else [swa, save], max_epochs=4)
-    fit(rest, callbacks=[resumed], max_epochs=4, ckpt_path=tmp_path / "x.ckpt")
+    whole = trained(NormNet, *([save, swa] if first else [swa, save]), max_epochs=4)
+    rest = trained(NormNet, resumed, max_epochs=4, ckpt_path=tmp_path / "x.ckpt")
     assert swa._running.updates == resumed._running.updates
-    assert_equal(weights(whole), weights(rest))
+    assert_equal(whole, rest)
     assert_equal(swa._running.tensors, resumed._running.tensors)
 
 
@@ -350,13 +344,13 @@ def test_a_fit_that_goes_on_has_its_own_statistics_again() -> None:
             if batch_idx == 0:
                 started.append(weights(pl_module))
 
-    plain, module, started, naive = build(NormNet), build(NormNet), [], NaiveSWA(6)
-    fit(plain)
+    module, started, naive = build(NormNet), [], NaiveSWA(6)
+    plain = trained(NormNet)
     run = fit(module, callbacks=[SWA(6), naive, Start()])
     run.fit_loop.max_epochs = 4
     run.fit(module, loader(), loader(24))
     assert len(started) == 4
-    assert_equal(started[2], weights(plain))
+    assert_equal(started[2], plain)
     assert naive.snapshots() == [6, 12, 18, 24]
     naive.assert_equals(module.state_dict())
     assert_recalibrated(module)
@@ -364,16 +358,11 @@ def test_a_fit_that_goes_on_has_its_own_statistics_again() -> None:
 
 @pytest.mark.parametrize("saved", ["validation", "train_end"])
 def test_a_finished_fit_is_resumed_exactly(saved: str, tmp_path: Any) -> None:
-    whole, half, rest, again = (build(NormNet) for _ in range(4))
-    fit(whole, callbacks=[SWA(6)], max_epochs=4)
-    save = ModelCheckpoint(tmp_path, filename="validation")
+    half, save, path = build(NormNet), ModelCheckpoint(tmp_path, filename="validation"), tmp_path / f"{saved}.ckpt"
     fit(half, callbacks=[SWA(6), save], enable_checkpointing=True).save_checkpoint(tmp_path / "train_end.ckpt")
-    path = tmp_path / f"{saved}.ckpt"
     assert_equal(load(path)["state_dict"], weights(half))
-    fit(again, callbacks=[SWA(6)], ckpt_path=path)  # nothing left to do
-    assert_equal(weights(again), weights(half))
-    fit(rest, callbacks=[SWA(6)], max_epochs=4, ckpt_path=path)
-    assert_equal(weights(rest), weights(whole))
+    assert_equal(trained(NormNet, SWA(6), ckpt_path=path), weights(half))  # nothing left to do
+    assert_equal(trained(NormNet, SWA(6), max_epochs=4, ckpt_path=path), trained(NormNet, SWA(6), max_epochs=4))
 
 
 # ---- with others
@@ -395,26 +384,20 @@ def test_with_sharpness_aware_minimization() -> None:
 # ---- arguments and what is refused
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        ({"start": 1.5}, ValueError, "start must be an int"),
-        ({"start": -1}, ValueError, "start"),
-        ({"start": "0.5"}, TypeError, "start must be an int"),
-        ({"every_n_steps": 0}, ValueError, "every_n_steps must be at least 1, got 0"),
-        ({"every_n_steps": 1.5}, TypeError, "every_n_steps must be an integer, got 1.5"),
-        ({"every_n_steps": True}, TypeError, "every_n_steps"),
-        ({"every_n_steps": "epoch"}, TypeError, "every_n_steps"),
-        ({"recalibrate_batchnorm": 1}, TypeError, "recalibrate_batchnorm must be True or False, got 1"),
-        ({"validate": "avg"}, ValueError, "validate must be one of 'averaged', 'raw', 'both', got 'avg'"),
-        ({"at_end": None}, ValueError, "at_end"),
-    ],
-)
-def test_bad_arguments_name_the_argument_the_value_and_what_is_allowed(
-    arguments: dict[str, Any], error: type[Exception], message: str
-) -> None:
-    with pytest.raises(error, match=message):
-        SWA(**arguments)
+def test_bad_arguments_name_the_argument_the_value_and_what_is_allowed() -> None:
+    cases = [
+        (ValueError, {"start": 1.5}, "start must be an int"),
+        (ValueError, {"start": -1}, "start"),
+        (TypeError, {"start": "0.5"}, "start must be an int"),
+        (ValueError, {"every_n_steps": 0}, "every_n_steps must be at least 1, got 0"),
+        (TypeError, {"every_n_steps": 1.5}, "every_n_steps must be an integer, got 1.5"),
+        (TypeError, {"every_n_steps": True}, "every_n_steps"),
+        (TypeError, {"every_n_steps": "epoch"}, "every_n_steps"),
+        (TypeError, {"recalibrate_batchnorm": 1}, "recalibrate_batchnorm must be True or False, got 1"),
+        (ValueError, {"validate": "avg"}, "validate must be one of 'averaged', 'raw', 'both', got 'avg'"),
+        (ValueError, {"at_end": None}, "at_end"),
+    ]
+    assert_refused(SWA, cases)
 
 
 class Manual(SteppedByHand, Net):
@@ -500,12 +483,12 @@ def fit_ranks(folder: str, cut: dict[str, Any]) -> dict[str, Any]:
     settings: dict[str, Any] = {"strategy": "ddp", "devices": 2, "use_distributed_sampler": False, "max_epochs": 4}
     run = fit(module, callbacks=[swa], train=rank_loader(), **settings, **cut)
     run.save_checkpoint(f"{folder}/x.ckpt")
-    return {name: value.numpy() for name, value in swa.averaged_state_dict().items()}
+    return swa.averaged_state_dict()
 
 
 def assert_as_one_process(ranks: list[dict[str, Any]], **cut: Any) -> dict[str, Tensor]:
     """The ranks agree bit for bit, and have what one process finds on the batches of both."""
-    first, second = ({name: torch.as_tensor(value) for name, value in each.items()} for each in ranks)
+    first, second = ranks
     assert_equal(first, second)
     naive, bare = NaiveSWA(3), build(NormNet)
     fit(build(NormNet), callbacks=[naive], train=loader(48), accumulate_grad_batches=2, max_epochs=4, **cut)
@@ -540,9 +523,8 @@ def fit_shards(engine: str, folder: str) -> dict[str, Any]:
     whole, rest = SWA(3), SWA(3)
     run(whole, SaveAt(f"{folder}/half.ckpt", epoch=1))
     run(rest, ckpt_path=f"{folder}/half.ckpt")
-    ended = whole.averaged_state_dict()
-    assert_equal(ended, rest.averaged_state_dict())
-    return {name: value.numpy() for name, value in ended.items()}
+    assert_equal(whole.averaged_state_dict(), rest.averaged_state_dict())
+    return whole.averaged_state_dict()
 
 
 @pytest.mark.slow

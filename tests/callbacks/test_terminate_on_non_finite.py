@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger
-from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 import lightning_tricks as lt
 from tests.conformance.engines import cpu_deepspeed
+from tests.conformance.runs import fp16
 from tests.nets import NormNet, PlainNet, ShardedLayers, assert_equal, build, data, fit, loader, rank_loader, weights
 from tests.ranks import run_ranks
 
@@ -43,6 +43,10 @@ class Bad(NormNet):
             self.layers[0].weight.grad.fill_(torch.nan)
 
 
+class Good(Bad):
+    bad_step = -1
+
+
 def stopped(folder: Path, **settings: Any) -> tuple[Any, str]:
     module = build(type("Spoiled", (Bad,), {"how": settings.pop("how", "input")}))
     with pytest.raises(FloatingPointError) as caught:
@@ -54,9 +58,7 @@ def stopped(folder: Path, **settings: Any) -> tuple[Any, str]:
 @pytest.mark.parametrize("settings", [{}, {"precision": "bf16-mixed"}], ids=str)
 def test_the_checkpoint_is_the_last_good_state(how: str, settings: dict[str, Any], tmp_path: Path) -> None:
     stopped_module, said = stopped(tmp_path, how=how, **settings)
-    clean = build(Bad)
-    clean.bad_step = -1
-    run = fit(clean, max_steps=3, **settings)
+    run = fit(clean := build(Good), max_steps=3, **settings)
     saved = torch.load(tmp_path / "non_finite-step=3" / "last_good.ckpt", weights_only=True)
     assert_equal(saved["state_dict"], weights(clean))
     assert_equal(weights(stopped_module), weights(clean))
@@ -75,9 +77,7 @@ def test_the_checkpoint_is_the_last_good_state(how: str, settings: dict[str, Any
 @pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
 def test_training_goes_on_from_what_it_left(tmp_path: Path) -> None:
     stopped(tmp_path)
-    resumed = build(Bad)
-    resumed.bad_step = -1
-    run = fit(resumed, ckpt_path=tmp_path / "non_finite-step=3" / "last_good.ckpt", max_steps=6)
+    run = fit(resumed := build(Good), ckpt_path=tmp_path / "non_finite-step=3" / "last_good.ckpt", max_steps=6)
     assert run.global_step == 6
     assert all(value.isfinite().all() for value in weights(resumed).values())
 
@@ -89,9 +89,8 @@ def test_an_earlier_folder_is_never_touched(tmp_path: Path) -> None:
     _, said = stopped(tmp_path)
     assert "non_finite-step=3-v2" in said
     for name in ("non_finite-step=3", "non_finite-step=3-v1"):
-        assert [(file.name, file.read_text()) for file in (tmp_path / name).iterdir()] == [
-            ("last_good.ckpt", "precious")
-        ]
+        (file,) = (tmp_path / name).iterdir()
+        assert (file.name, file.read_text()) == ("last_good.ckpt", "precious")
 
 
 def test_an_accumulated_window_is_dropped(tmp_path: Path) -> None:
@@ -102,10 +101,8 @@ def test_an_accumulated_window_is_dropped(tmp_path: Path) -> None:
 
     with pytest.raises(FloatingPointError, match="after step 2, in batch 5"):
         fit(build(Late), callbacks=[lt.TerminateOnNonFinite(str(tmp_path))], accumulate_grad_batches=2)
-    clean = build(Bad)
-    clean.bad_step = -1
-    fit(clean, max_steps=2, accumulate_grad_batches=2)
     saved = torch.load(tmp_path / "non_finite-step=2" / "last_good.ckpt", weights_only=True)
+    fit(clean := build(Good), max_steps=2, accumulate_grad_batches=2)
     assert_equal(saved["state_dict"], weights(clean))
 
 
@@ -149,11 +146,9 @@ def test_only_the_batch_is_saved(tmp_path: Path) -> None:
 
 
 def test_infinite_gradients_are_left_to_a_grad_scaler(tmp_path: Path) -> None:
-    plugin = MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", init_scale=64.0))
     module = build(type("Spoiled", (Bad,), {"how": "gradient"}))
-    assert fit(module, callbacks=[lt.TerminateOnNonFinite(str(tmp_path))], plugins=[plugin]).global_step == 12
-    plugin = MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", init_scale=64.0))
-    stopped(tmp_path, how="loss", plugins=[plugin])
+    assert fit(module, callbacks=[lt.TerminateOnNonFinite(str(tmp_path))], **fp16()).global_step == 12
+    stopped(tmp_path, how="loss", **fp16())
 
 
 def test_the_default_folder_is_the_trainers(tmp_path: Path) -> None:
@@ -174,17 +169,12 @@ class Sharded(ShardedLayers, Bad):
 
 
 def two_ranks(folder: Path) -> None:
+    settings: dict[str, Any] = {"train": rank_loader(), "devices": 2, "use_distributed_sampler": False}
     for name in ("ddp", "fsdp", "zero"):
         strategy = {"ddp": lambda: "ddp", "fsdp": lambda: ModelParallelStrategy(2, 1), "zero": cpu_deepspeed}[name]()
+        callback = lt.TerminateOnNonFinite(str(folder / name))
         with pytest.raises(FloatingPointError) as caught:
-            fit(
-                build(Sharded),
-                train=rank_loader(),
-                callbacks=[lt.TerminateOnNonFinite(str(folder / name))],
-                strategy=strategy,
-                devices=2,
-                use_distributed_sampler=False,
-            )
+            fit(build(Sharded), callbacks=[callback], strategy=strategy, **settings)
         assert "after step 2" in str(caught.value)
         (made,) = (folder / name).iterdir()
         batch = torch.load(made / f"batch-rank={os.environ['RANK']}.pt", weights_only=True)
@@ -193,16 +183,9 @@ def two_ranks(folder: Path) -> None:
 
 
 def with_a_logger(folder: Path) -> str:
+    settings = {"devices": 2, "use_distributed_sampler": False, "logger": CSVLogger(folder)}
     with pytest.raises(FloatingPointError) as caught:
-        fit(
-            build(Sharded),
-            train=rank_loader(),
-            callbacks=[lt.TerminateOnNonFinite()],
-            strategy="ddp",
-            devices=2,
-            use_distributed_sampler=False,
-            logger=CSVLogger(folder),
-        )
+        fit(build(Sharded), train=rank_loader(), strategy="ddp", callbacks=[lt.TerminateOnNonFinite()], **settings)
     return str(caught.value)
 
 

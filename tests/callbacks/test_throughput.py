@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, default_collate
 
 import lightning_tricks as lt
 from lightning_tricks.callbacks import throughput
-from tests.nets import Net, PlainNet, assert_equal, build, data, fit, loader, trainer, weights
+from tests.nets import Net, PlainNet, assert_equal, build, data, fit, loader, trained, trainer, weights
 from tests.ranks import run_ranks
 
 
@@ -57,10 +57,25 @@ def rates(module: Any, train: Any = None, callback: Any = None, **settings: Any)
     return {name: value for name, value in found.items() if "per_second" in name or name in ("teraflops", "mfu")}
 
 
-def test_the_samples_of_a_second_are_counted_without_validation() -> None:
+def operations(found: dict[str, float]) -> float:
+    """Those of a sample."""
+    return found["teraflops"] * 1e12 / found["samples_per_second"]
+
+
+# 8 -> 16 -> 2: forward, gradient of the weights, and of the inputs but for the first layer
+BY_HAND = 2 * (8 * 16 * 2 + 16 * 2 * 3)
+RATED = [
+    (160, {"log_every_n_steps": 20, "val_check_interval": 7}, 0.25),
+    (160, {"log_every_n_steps": 4, "accumulate_grad_batches": 5}, 0.25),
+    pytest.param(800, {"log_every_n_steps": 100}, 0.05, marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("samples", "settings", "tolerance"), RATED)
+def test_all_samples_of_a_second_are_counted_without_validation(samples: int, settings: Any, tolerance: float) -> None:
     module = Timed()
-    found = rates(module, loader(160), log_every_n_steps=20, val_check_interval=7)
-    assert found["samples_per_second"] == pytest.approx(module.true_rate(), rel=0.25)
+    found = rates(module, loader(samples), **settings)
+    assert found["samples_per_second"] == pytest.approx(module.true_rate(), rel=tolerance)
     assert found.keys() == {"samples_per_second", "teraflops"}
 
 
@@ -75,24 +90,8 @@ def test_the_step_whose_operations_are_counted_is_no_part_of_the_rate() -> None:
     assert found["samples_per_second"] == pytest.approx(module.true_rate(), rel=0.25)
 
 
-@pytest.mark.slow
-def test_the_rate_is_exact_enough() -> None:
-    module = Timed()
-    found = rates(module, loader(800), log_every_n_steps=100)
-    assert found["samples_per_second"] == pytest.approx(module.true_rate(), rel=0.05)
-
-
 def test_the_operations_are_those_of_the_matrices() -> None:
-    found = rates(PlainNet(), loader(80), log_every_n_steps=10)
-    # 8 -> 16 -> 2: forward, gradient of the weights, and of the inputs but for the first layer
-    by_hand = 2 * (8 * 16 * 2 + 16 * 2 * 3)
-    assert found["teraflops"] * 1e12 / found["samples_per_second"] == pytest.approx(by_hand)
-
-
-def test_accumulated_batches_are_all_counted() -> None:
-    module = Timed()
-    found = rates(module, loader(160), accumulate_grad_batches=5, log_every_n_steps=4)
-    assert found["samples_per_second"] == pytest.approx(module.true_rate(), rel=0.25)
+    assert operations(rates(PlainNet(), loader(80), log_every_n_steps=10)) == pytest.approx(BY_HAND)
 
 
 class Texts(PlainNet):
@@ -114,7 +113,7 @@ def test_tokens_are_those_of_the_mask_or_all(mask: bool, tokens: int) -> None:
     found = rates(Texts(), texts(mask), log_every_n_steps=10)
     assert found["tokens_per_second"] == pytest.approx(found["samples_per_second"] * tokens)
     # operations are scaled by tokens, and the counted batch has as many as the others
-    assert found["teraflops"] * 1e12 / found["samples_per_second"] == pytest.approx(2 * (8 * 16 * 2 + 16 * 2 * 3))
+    assert operations(found) == pytest.approx(BY_HAND)
 
 
 def test_a_mask_can_be_named() -> None:
@@ -138,10 +137,7 @@ def test_the_share_of_what_the_device_could_do(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_it_changes_nothing_and_leaves_nothing() -> None:
-    plain, watched = build(Net), build(Net)
-    fit(plain)
-    fit(watched, callbacks=[lt.Throughput()], log_every_n_steps=1)
-    assert_equal(weights(watched), weights(plain))
+    assert_equal(trained(Net, lt.Throughput(), log_every_n_steps=1), trained(Net))
     assert not torch.utils._python_dispatch._get_current_dispatch_mode_stack()
 
 
@@ -196,26 +192,16 @@ def test_samples_are_those_of_the_inputs(batch: Any) -> None:
     assert throughput.samples_in(batch) == 6
 
 
-def test_a_batch_without_tensors_is_refused_by_name() -> None:
-    class Names(PlainNet):
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            return self(data(8)[:][0]).sum()
-
-    with pytest.raises(MisconfigurationException, match="Throughput finds no tensor in the batch, which has names: 2"):
-        rates(Names(), DataLoader([{"names": ["a", "b"]}], batch_size=None, collate_fn=lambda batch: batch))  # type: ignore[arg-type]
-
-
-def test_a_batch_without_tensors_is_refused_before_a_step() -> None:
-    class Opaque:
-        pass
-
+def test_a_batch_without_tensors_is_refused_by_name_before_a_step() -> None:
     class Fixed(PlainNet):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
             return self(data(8)[:][0]).sum()
 
     module, before = build(Fixed), weights(build(Fixed))
-    with pytest.raises(MisconfigurationException, match="Throughput finds no tensor in the batch"):
-        rates(module, DataLoader([Opaque()], batch_size=None, collate_fn=lambda batch: batch))  # type: ignore[arg-type]
+    for batch, told in (({"names": ["a", "b"]}, ", which has names: 2"), (type("Opaque", (), {})(), "")):
+        train: Any = DataLoader([batch], batch_size=None, collate_fn=lambda batch: batch)
+        with pytest.raises(MisconfigurationException, match=f"Throughput finds no tensor in the batch{told}"):
+            rates(module, train)
     assert_equal(weights(module), before)
 
 
@@ -233,10 +219,7 @@ def test_operations_are_counted_beside_lean_loss() -> None:
         def configure_callbacks(self) -> Any:
             return [lt.LeanLoss("layers.2")]
 
-    with_logits, without = rates(build(PlainNet)), rates(build(Lean))
-    assert without["teraflops"] / without["samples_per_second"] == pytest.approx(
-        with_logits["teraflops"] / with_logits["samples_per_second"], rel=1e-3
-    )
+    assert operations(rates(build(Lean))) == pytest.approx(operations(rates(build(PlainNet))), rel=1e-3)
 
 
 @pytest.mark.filterwarnings("ignore:You are using the `dataloader_iter` step flavor", "ignore:Found `dataloader_iter`")
@@ -320,20 +303,16 @@ ACTIVATIONS = (nn.SiLU, nn.GELU, nn.Softplus, nn.ELU, nn.Mish, nn.LogSigmoid, nn
 @pytest.mark.few(4)
 @pytest.mark.parametrize("kind", [*map(forces, ACTIVATIONS), Recurrent, Attends, Convolves, Infers, Net])
 def test_a_step_whose_operations_are_counted_is_the_same_bit_for_bit(kind: type[PlainNet]) -> None:
-    plain, counted = build(kind), build(kind)
-    fit(plain, max_epochs=1, limit_val_batches=0)
-    assert ("teraflops" in rates(counted, limit_val_batches=0)) is (
-        kind is not Recurrent
-    )  # whose kernel has no formula
-    assert_equal(weights(counted), weights(plain))
+    counted, has_formula = build(kind), kind is not Recurrent
+    plain = trained(kind, max_epochs=1, limit_val_batches=0)
+    assert ("teraflops" in rates(counted, limit_val_batches=0)) is has_formula
+    assert_equal(weights(counted), plain)
 
 
 def test_a_teacher_in_inference_mode_is_counted() -> None:
-    with_teacher, without = rates(build(Infers), loader(80)), rates(build(PlainNet), loader(80))
-    operations = [found["teraflops"] * 1e12 / found["samples_per_second"] for found in (with_teacher, without)]
+    with_teacher, without = (operations(rates(build(kind), loader(80))) for kind in (Infers, PlainNet))
     # The student's forward pass once more, with a gradient of its weights and of what it hands on; the teacher's.
-    again = 2 * (8 * 16 * 2 + 16 * 2 * 3)
-    assert operations[0] - operations[1] == pytest.approx(again + 2 * 8 * 2)
+    assert with_teacher - without == pytest.approx(BY_HAND + 2 * 8 * 2)
 
 
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")

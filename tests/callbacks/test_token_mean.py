@@ -147,12 +147,11 @@ def in_large_batches(loss: Loss = CE, size: int = ACCUMULATED, **settings: Any) 
     return weights(trained(loss=loss, given=windows, accumulate_grad_batches=1, **settings))
 
 
+LOSSES = [CE, of_entries, of_two, smooth, weighted, zero_is_padding, masked, divided, twice]
+
+
 @pytest.mark.few(5)
-@pytest.mark.parametrize(
-    "loss",
-    [CE, of_entries, of_two, smooth, weighted, zero_is_padding, masked, divided, twice],
-    ids=lambda loss: loss.__name__,
-)
+@pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.__name__)
 def test_a_large_batch_gives_the_same(loss: Loss) -> None:
     expected, plain = in_large_batches(loss), weights(trained(loss=loss))
     assert_close(weights(trained(lt.TokenMean(), loss=loss)), expected)
@@ -346,21 +345,12 @@ class Gather(Callback):
 
 
 def on_ranks(case: tuple[str, int]) -> dict[str, Any]:
-    strategy, accumulated = case
-    own, gather = batches()[int(os.environ["RANK"]) :: 2], Gather()
-    fsdp = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
-    trained(
-        lt.TokenMean(),
-        gather,
-        kind=Sharded if strategy == "fsdp2" else Language,
-        given=own,
-        strategy=fsdp if strategy == "fsdp2" else strategy,
-        devices=2,
-        use_distributed_sampler=False,
-        accumulate_grad_batches=accumulated,
-        gradient_clip_val=0.1,
-    )
-    return {name: value.numpy() for name, value in gather.weights.items()}
+    name, accumulated = case
+    kind, strategy = (Sharded, ModelParallelStrategy(2, 1)) if name == "fsdp2" else (Language, name)
+    settings = {"given": batches()[int(os.environ["RANK"]) :: 2], "devices": 2, "use_distributed_sampler": False}
+    settings |= {"accumulate_grad_batches": accumulated, "gradient_clip_val": 0.1}
+    trained(lt.TokenMean(), gather := Gather(), kind=kind, strategy=strategy, **settings)
+    return gather.weights
 
 
 CASES = [(strategy, accumulated) for strategy in ("ddp", "fsdp2") for accumulated in (1, 3)]
@@ -377,10 +367,9 @@ def test_two_ranks_train_what_one_process_trains(case: tuple[str, int], ended: C
     size = 2 * case[1]
     expected = in_large_batches(size=size, gradient_clip_val=0.1)
     alone = weights(trained(lt.TokenMean(), accumulate_grad_batches=size, gradient_clip_val=0.1))
-    for name, value in expected.items():
-        assert (first[name] == second[name]).all()
-        for other in (value, alone[name]):
-            torch.testing.assert_close(torch.from_numpy(first[name]), other, atol=1e-6, rtol=1e-6)
+    assert_equal(first, second)
+    for other in (expected, alone):
+        assert_close(first, other)
 
 
 # -- what is refused --------------------------------------------------------------------------------------------------

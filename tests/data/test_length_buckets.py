@@ -20,6 +20,7 @@ import lightning_tricks as lt
 from lightning_tricks.data.length_buckets import sorted_steps
 from tests.nets import PlainNet, spelled, trainer
 from tests.ranks import run_cases
+from tests.refusals import assert_refused
 
 not_resumable = pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch")
 
@@ -117,10 +118,8 @@ def test_little_is_padding_and_no_rank_waits_for_another() -> None:
     assert padding(lengths, both) < 0.1 < 0.6 < padding(lengths, shuffled)
     assert waiting(lengths, both) < 0.01 < 0.1 < waiting(lengths, shuffled)
     samples: Any = lengths
-    batches = list(DataLoader(samples, 16, sampler=sampler))
-    assert [batch.tolist() for batch in batches] == [
-        lengths[batch].tolist() for batch in sampler.batches_of_ranks(0, 1)
-    ]
+    expected = [lengths[batch].tolist() for batch in sampler.batches_of_ranks(0, 1)]
+    assert [batch.tolist() for batch in DataLoader(samples, 16, sampler=sampler)] == expected
 
 
 def test_the_order_is_of_seed_and_epoch() -> None:
@@ -141,20 +140,16 @@ def test_a_fit_has_every_sample_once_an_epoch_and_another_order_in_each() -> Non
     assert epochs[0] != epochs[1] != epochs[2]
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"lengths": [], "batch_size": 2}, "lengths must be a sequence"),
-        ({"lengths": [[1], [2]], "batch_size": 2}, "lengths must be a sequence"),
-        ({"lengths": [1, -1], "batch_size": 2}, "must not be negative, got -1"),
-        ({"lengths": [1, 2], "batch_size": 0}, "batch_size must be at least 1"),
-        ({"lengths": [1, 2], "batch_size": 1, "pool": 0}, "pool must be at least 1"),
-        ({"lengths": [1, 2], "batch_size": 1, "seed": -1}, "seed must be at least 0"),
-    ],
-)
-def test_wrong_values_are_refused(settings: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        lt.LengthBuckets(**settings)
+def test_wrong_values_are_refused() -> None:
+    cases = [
+        (ValueError, {"lengths": [], "batch_size": 2}, "lengths must be a sequence"),
+        (ValueError, {"lengths": [[1], [2]], "batch_size": 2}, "lengths must be a sequence"),
+        (ValueError, {"lengths": [1, -1], "batch_size": 2}, "must not be negative, got -1"),
+        (ValueError, {"lengths": [1, 2], "batch_size": 0}, "batch_size must be at least 1"),
+        (ValueError, {"lengths": [1, 2], "batch_size": 1, "pool": 0}, "pool must be at least 1"),
+        (ValueError, {"lengths": [1, 2], "batch_size": 1, "seed": -1}, "seed must be at least 0"),
+    ]
+    assert_refused(lt.LengthBuckets, cases)
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "uint16", "int32", "uint64"])

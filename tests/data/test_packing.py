@@ -31,14 +31,11 @@ def model(kind: str, attention: str) -> Any:
 
     torch.manual_seed(0)
     if kind == "gpt2":
-        dropouts = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-        config = transformers.GPT2Config(
-            vocab_size=50, n_embd=32, n_layer=2, n_head=4, bos_token_id=0, eos_token_id=0, **dropouts
-        )
+        settings = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 0, "eos_token_id": 0}
+        config = transformers.GPT2Config(vocab_size=50, n_embd=32, n_layer=2, n_head=4, **settings)
         return transformers.GPT2LMHeadModel._from_config(config, attn_implementation=attention)
-    config = transformers.LlamaConfig(
-        vocab_size=50, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4
-    )
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = transformers.LlamaConfig(vocab_size=50, **sizes)
     return transformers.LlamaForCausalLM._from_config(config, attn_implementation=attention)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,13 +15,12 @@ from lightning_tricks.data import WorkersResult
 from lightning_tricks.data.workers import best_of, candidates, with_workers
 from tests.callbacks.test_data_wait import Slow
 from tests.nets import Stream, data
+from tests.refusals import assert_refused
 
 
 def found(num_workers: int, seconds: dict[int, float], **settings: Any) -> WorkersResult:
-    prefetch = 2 if num_workers else None
-    return WorkersResult(
-        num_workers, **{"prefetch_factor": prefetch, "spread": 0.0, "cores": 4, **settings}, seconds=seconds
-    )
+    settings = {"prefetch_factor": 2 if num_workers else None, "spread": 0.0, "cores": 4, **settings}
+    return WorkersResult(num_workers, **settings, seconds=seconds)
 
 
 @pytest.mark.slow
@@ -103,18 +103,14 @@ def test_what_it_says() -> None:
     assert found(1, {0: 3.0, 1: 0.2}, spread=0.3).to_dict()["noisy"]
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"step_seconds": -1}, "step_seconds must be in"),
-        ({"most": -1}, "most must be at least 0"),
-        ({"rounds": 1}, "rounds must be at least 2"),
-        ({"seconds": -1}, "seconds must be in"),
-    ],
-)
-def test_wrong_values_are_refused(settings: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        lt.find_num_workers(DataLoader(data(8), 4), **settings)
+def test_wrong_values_are_refused() -> None:
+    cases = [
+        (ValueError, {"step_seconds": -1}, "step_seconds must be in"),
+        (ValueError, {"most": -1}, "most must be at least 0"),
+        (ValueError, {"rounds": 1}, "rounds must be at least 2"),
+        (ValueError, {"seconds": -1}, "seconds must be in"),
+    ]
+    assert_refused(partial(lt.find_num_workers, DataLoader(data(8), 4)), cases)
 
 
 def test_no_loader_and_one_without_batches_are_refused() -> None:

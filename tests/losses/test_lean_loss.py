@@ -132,12 +132,8 @@ def test_small_fp16_gradients_that_a_scale_does_not_reach_are_zero_in_torchs_own
 
 
 def test_few_logits_exist_at_a_time() -> None:
-    hidden, weight, y = (
-        torch.randn(512, 8, requires_grad=True),
-        torch.randn(2000, 8, requires_grad=True),
-        torch.arange(512),
-    )
-    largest = [0]
+    hidden, weight = (torch.randn(rows, 8, requires_grad=True) for rows in (512, 2000))
+    y, largest = torch.arange(512), [0]
 
     class Sizes(torch.utils._python_dispatch.TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -153,8 +149,9 @@ def test_few_logits_exist_at_a_time() -> None:
 
 # -- transformers -----------------------------------------------------------------------------------------------------
 
-SMALL: dict[str, Any] = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
-SMALL |= {"intermediate_size": 48, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 32}
+SIZES: dict[str, Any] = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+SIZES["intermediate_size"] = 48
+SMALL = {**SIZES, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 32}
 CONFIGURATIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", SMALL),
     "tied": ("Llama", {**SMALL, "tie_word_embeddings": True}),
@@ -192,10 +189,8 @@ def trained(model: nn.Module, **inputs: Any) -> dict[str, Tensor]:
     torch.manual_seed(5)
     loss = model(**tokens(), **inputs).loss
     loss.backward()
-    return {
-        "loss": loss.detach(),
-        **{name: weight.grad.clone() for name, weight in model.named_parameters() if weight.grad is not None},
-    }
+    gradients = {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
+    return {"loss": loss.detach(), **{name: gradient.clone() for name, gradient in gradients.items()}}
 
 
 @pytest.mark.parametrize("name", [n if n in SOME else pytest.param(n, marks=pytest.mark.slow) for n in CONFIGURATIONS])
@@ -231,11 +226,8 @@ def test_evaluation_and_generation_have_logits() -> None:
 def test_masked_language_models_train_the_same() -> None:
     from transformers import BertConfig, BertForMaskedLM
 
-    sizes = {
-        key: SMALL[key] for key in ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
-    }
     torch.manual_seed(0)
-    model = BertForMaskedLM(BertConfig(vocab_size=97, **sizes))
+    model = BertForMaskedLM(BertConfig(**SIZES))
     expected = trained(model)
     assert_close(trained(lt.lean_loss(model)), expected, 1e-5)
 
@@ -278,9 +270,7 @@ FORMS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
         logits.flatten(0, 1), y.flatten(), weight=logits.new_tensor([0.5, *[1.0] * 10])
     ),
     "named": lambda logits, y: F.cross_entropy(input=logits.flatten(0, 1), target=y.flatten()),
-    "ignored": lambda logits, y: F.cross_entropy(logits.flatten(0, 1), torch.full_like(y, -100).flatten()).nan_to_num(
-        7.0
-    ),
+    "ignored": lambda logits, y: F.cross_entropy(logits.flatten(0, 1), 0 * y.flatten() - 100).nan_to_num(7.0),
     "none": lambda logits, y: (
         F.cross_entropy(logits.to(torch.float64).reshape(-1, 11), y.reshape(-1), reduction="none").square().mean()
     ),
@@ -317,8 +307,7 @@ def test_logits_that_are_capped_before_the_loss_are_refused() -> None:
 def test_scales_are_refused_where_a_model_has_them() -> None:
     from transformers import CohereConfig, CohereForCausalLM
 
-    keys = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
-    model = CohereForCausalLM(CohereConfig(**{key: SMALL[key] for key in keys}, logit_scale=0.5, pad_token_id=0))
+    model = CohereForCausalLM(CohereConfig(**SIZES, logit_scale=0.5, pad_token_id=0))
     with pytest.raises(MisconfigurationException, match=r"needed for mul\(Logits, float\)"):
         lt.lean_loss(model).train()(**tokens())
 

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils import cpp_extension
 
 from lightning_tricks.optimizers.adamw import adamw
-from tests.nets import PlainNet, assert_close, build, fit, loader, spelled, trainer, weights
+from tests.nets import PlainNet, assert_close, build, fit, loader, spelled, trained, trainer, weights
 from tests.ranks import run_ranks
 from tests.strategies.zero.test_preset import STEPS, End, both, zero
 
@@ -48,10 +48,9 @@ def of(strategy: Any = "auto", module: PlainNet | None = None, **settings: Any) 
 
 
 def test_training_is_torchs() -> None:
-    ours, theirs = build(Ours), build(Theirs)
+    ours = build(Ours)
     fit(ours, gradient_clip_val=1.0)
-    fit(theirs, gradient_clip_val=1.0)
-    assert_close(weights(ours), weights(theirs))
+    assert_close(weights(ours), trained(Theirs, gradient_clip_val=1.0))
     assert type(ours.optimizers().optimizer) is torch.optim.AdamW
     assert ours.optimizers().defaults["fused"] is True
 
@@ -114,10 +113,9 @@ def fit_sharded() -> Any:
 
 
 def test_fsdp2_trains_fused() -> None:
-    module = build(Theirs)
-    fit(module, train=loader(48))
+    module = trained(Theirs, train=loader(48))
     for rank in run_ranks(fit_sharded):
-        assert_close(rank, weights(module), 1e-5)
+        assert_close(rank, module, 1e-5)
 
 
 # -- DeepSpeed's ------------------------------------------------------------------------------------------------------
@@ -147,12 +145,11 @@ def fit_offloaded() -> dict[Any, tuple[str, End]]:
 
 @pytest.mark.slow  # compiles DeepSpeed's cpu_adam for a minute, unless it has been
 def test_deepspeeds_trains_as_torchs_where_states_are_offloaded() -> None:
-    module = build(Theirs)
-    fit(module, train=loader(80, 16), **STEPS)
+    module = trained(Theirs, train=loader(80, 16), **STEPS)
     for rank in run_ranks(fit_offloaded, timeout=500):
         for name, end in rank.values():
             assert name == "DeepSpeedCPUAdam"
-            assert_close(end.weights, weights(module), 1e-5)
+            assert_close(end.weights, module, 1e-5)
 
 
 @pytest.mark.gpu

@@ -29,9 +29,10 @@ import lightning_tricks as lt
 from lightning_tricks.callbacks.rewind_on_spike import Snapshot
 from lightning_tricks.optimizers.by_name import is_hidden, is_matrix
 from lightning_tricks.optimizers.table import LEFT_OUT, ROWS, Row, row_of
-from tests.nets import PlainNet, assert_close, assert_equal, build, fit, loader, rank_loader, trainer, weights
+from tests.nets import PlainNet, SaveAt, assert_close, assert_equal, build, fit, loader, rank_loader, trainer, weights
 from tests.ranks import Cases, run_cases
 from tests.reference.muon import NaiveMuon
+from tests.refusals import assert_refused
 
 NEEDED = {"ranger21": {"num_iterations": 100}, "galore": {"rank": 2}}  # settings without a default that fits
 LR = {"prodigy": 1.0}
@@ -39,10 +40,7 @@ MATRICES = ("muon", "galore")  # which take hidden weights apart from the others
 
 
 # The arithmetic of each kind: elementwise, by matrices, with slow weights, averaged, in few bits; the others are slow.
-KINDS = (
-    *("adamw", "muon", "lookahead_radam", "adafactor"),
-    *("adamw8bit", "galore"),
-)
+KINDS = ("adamw", "muon", "lookahead_radam", "adafactor", "adamw8bit", "galore")
 SPLIT = [name if name in KINDS else pytest.param(name, marks=pytest.mark.slow) for name in ROWS]
 OTHER_LOOKAHEADS = [
     pytest.param(f"lookahead_{name}", marks=() if name in ("lion", "adamw4bit") else pytest.mark.slow)
@@ -76,8 +74,15 @@ class Three(PlainNet):
         return lt.optimizer(self.name, module, LR.get(self.name, 0.01), weight_decay=self.weight_decay, **settings)
 
 
-def callbacks(name: str) -> list[Any]:
+def needed_by(name: str) -> list[Any]:
     return [lt.ScheduleFree()] if name.startswith("schedulefree") else []
+
+
+def ended(name: str, *callbacks: Any, weight_decay: float = 0.0, **settings: Any) -> dict[str, Tensor]:
+    """The weights after two epochs."""
+    module = build(Three, name=name, weight_decay=weight_decay)
+    fit(module, callbacks=[*needed_by(name), *callbacks], **settings)
+    return weights(module)
 
 
 def own(name: str, groups: Any, fused: bool = True) -> Any:
@@ -125,35 +130,30 @@ def plain_loop(name: str, scaler: torch.amp.GradScaler, window: int = 1) -> dict
 @pytest.mark.few(7)
 @pytest.mark.parametrize("name", [*ROWS, *OTHER_LOOKAHEADS])
 def test_it_equals_the_librarys_own_in_a_plain_loop(name: str) -> None:
-    module = build(Three, name=name)
-    fit(module, callbacks=callbacks(name))
-    assert_equal(weights(module), plain_loop(name, torch.amp.GradScaler("cpu", enabled=False)))
+    assert_equal(ended(name), plain_loop(name, torch.amp.GradScaler("cpu", enabled=False)))
 
 
 @pytest.mark.parametrize("name", SPLIT)
 def test_accumulated_gradients_are_those_of_a_plain_loop(name: str) -> None:
-    module = build(Three, name=name)
-    fit(module, callbacks=callbacks(name), accumulate_grad_batches=2)
-    assert_equal(weights(module), plain_loop(name, torch.amp.GradScaler("cpu", enabled=False), window=2))
+    expected = plain_loop(name, torch.amp.GradScaler("cpu", enabled=False), window=2)
+    assert_equal(ended(name, accumulate_grad_batches=2), expected)
 
 
 @pytest.mark.parametrize("name", SPLIT)
 def test_a_scaler_skips_the_steps_that_a_plain_loop_skips(name: str) -> None:
-    module, (scaler, other) = build(Three, name=name), (torch.amp.GradScaler("cpu", 2.0**18) for _ in range(2))
-    fit(module, callbacks=callbacks(name), plugins=[MixedPrecision("16-mixed", "cpu", scaler=scaler)])
-    assert_equal(weights(module), plain_loop(name, other))
+    scaler, other = (torch.amp.GradScaler("cpu", 2.0**18) for _ in range(2))
+    found = ended(name, plugins=[MixedPrecision("16-mixed", "cpu", scaler=scaler)])
+    assert_equal(found, plain_loop(name, other))
     assert 1 < scaler.get_scale() == other.get_scale() < 2.0**18, "some were skipped, and some were not"
 
 
 @pytest.mark.few(3)
 @pytest.mark.parametrize("name", [*SPLIT, *OTHER_LOOKAHEADS])
 def test_a_resumed_fit_is_exact_and_another_optimizer_is_refused(name: str, tmp_path: Path) -> None:
-    whole, resumed = build(Three, name=name, weight_decay=0.1), build(Three, name=name, weight_decay=0.1)
-    fit(whole, callbacks=callbacks(name))
-    run = fit(build(Three, name=name, weight_decay=0.1), callbacks=callbacks(name), max_epochs=1)
-    run.save_checkpoint(path := tmp_path / "half.ckpt")
-    trainer(callbacks=callbacks(name)).fit(resumed, loader(), loader(24), ckpt_path=path, weights_only=True)
-    assert_equal(weights(resumed), weights(whole))
+    whole = ended(name, SaveAt(path := tmp_path / "half.ckpt", epoch=0), weight_decay=0.1)
+    resumed = build(Three, name=name, weight_decay=0.1)
+    trainer(callbacks=needed_by(name)).fit(resumed, loader(), loader(24), ckpt_path=path, weights_only=True)
+    assert_equal(weights(resumed), whole)
     other = "adagrad" if name != "adagrad" else "lion"
     module = build(Three, name=other, width=resumed.layers[2].out_features)
     with pytest.raises(MisconfigurationException, match=rf"optimizer\('{name}'\).*optimizer\('{other}'\)"):
@@ -183,7 +183,7 @@ def on_ranks(case: tuple[str, str], folder: Path) -> Any:
 
     def run(**more: Any) -> tuple[Three, L.Trainer]:
         settings = {"strategy": "ddp"} if engine == "ddp" else lt.preset(STRATEGIES[engine], precision="32-true")
-        again = trainer(devices=2, callbacks=callbacks(name), use_distributed_sampler=False, **settings, **more)
+        again = trainer(devices=2, callbacks=needed_by(name), use_distributed_sampler=False, **settings, **more)
         return build(Three, name=name, bare=how == "bare"), again
 
     path = None
@@ -245,10 +245,7 @@ def test_an_optimizer_for_a_part_of_the_module_is_refused_as_well(two_ranks: Cas
 @orthogonalized_in_fp32()
 def one_process(name: str) -> dict[str, Tensor]:
     """The weights of a process that gets the batches of both ranks."""
-    module = build(Three, name=name)
-    run = trainer(callbacks=callbacks(name))
-    run.fit(module, loader(48, 16), loader(8))
-    return weights(module)
+    return ended(name, train=loader(48, 16), val=loader(8))
 
 
 @pytest.mark.parametrize("name", SPLIT)
@@ -548,30 +545,26 @@ def test_parameters_select_what_trains() -> None:
 
 def test_mistakes_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     module = build(Three)
-    with pytest.raises(ValueError, match="got 'adamww': did you mean 'adamw'"):
-        lt.optimizer("adamww", module, 0.1)
-    with pytest.raises(TypeError, match="has no setting 'beta'; it has betas"):
-        lt.optimizer("lion", module, 0.1, beta=0.9)
-    with pytest.raises(TypeError, match=r"\('ranger21'\) needs the setting 'num_iterations'"):
-        lt.optimizer("ranger21", module, 0.1)
-    with pytest.raises(ValueError, match=r"layer_decay=0.5 does nothing in optimizer\('prodigy'\)"):
-        lt.optimizer("prodigy", MODELS["vit"](), 1.0, layer_decay=0.5)
-    with pytest.raises(TypeError, match="name must be a string"):
-        lt.optimizer(torch.optim.SGD, module, 0.1)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="lr"):
-        lt.optimizer("sgd", module, -1)
-    with pytest.raises(ValueError, match="rank must be at least 1, got 0"):
-        lt.optimizer("galore", module, 0.1, rank=0)
-    with pytest.raises(ValueError, match=r"optimizer\('lion'\) does not take betas=\(2, 0.9\): Invalid beta"):
-        lt.optimizer("lion", module, 0.1, betas=(2, 0.9))
-    with pytest.raises(ValueError, match=r"optimizer\('sgd'\) does not take momentum='x': "):
-        lt.optimizer("sgd", module, 0.1, momentum="x")
-    with pytest.raises(ValueError, match="adamw_lr must be"):
-        lt.optimizer("muon", module, 0.1, adamw_lr=-1.0)
-    with pytest.raises(ValueError, match="hidden weights"):
-        lt.optimizer("muon", nn.Linear(4, 2), 0.1)
-    with pytest.raises(ValueError, match="no trainable parameters"):
-        lt.optimizer("sgd", nn.Linear(4, 2).requires_grad_(False), 0.1)
+
+    def make(name: Any, module: nn.Module = module, lr: float = 0.1, **settings: Any) -> None:
+        lt.optimizer(name, module, lr, **settings)
+
+    decay, wrong = {"name": "prodigy", "module": MODELS["vit"](), "layer_decay": 0.5}, {"betas": (2, 0.9)}
+    cases = [
+        (ValueError, {"name": "adamww"}, "got 'adamww': did you mean 'adamw'"),
+        (TypeError, {"name": "lion", "beta": 0.9}, "has no setting 'beta'; it has betas"),
+        (TypeError, {"name": "ranger21"}, r"\('ranger21'\) needs the setting 'num_iterations'"),
+        (ValueError, decay, r"layer_decay=0.5 does nothing in optimizer\('prodigy'\)"),
+        (TypeError, {"name": torch.optim.SGD}, "name must be a string"),
+        (ValueError, {"name": "sgd", "lr": -1}, "lr"),
+        (ValueError, {"name": "galore", "rank": 0}, "rank must be at least 1, got 0"),
+        (ValueError, {"name": "lion", **wrong}, r"optimizer\('lion'\) does not take betas=\(2, 0.9\): Invalid beta"),
+        (ValueError, {"name": "sgd", "momentum": "x"}, r"optimizer\('sgd'\) does not take momentum='x': "),
+        (ValueError, {"name": "muon", "adamw_lr": -1.0}, "adamw_lr must be"),
+        (ValueError, {"name": "muon", "module": nn.Linear(4, 2)}, "hidden weights"),
+        (ValueError, {"name": "sgd", "module": nn.Linear(4, 2).requires_grad_(False)}, "no trainable parameters"),
+    ]
+    assert_refused(make, cases)
     monkeypatch.setitem(ROWS, "elsewhere", Row("elsewhere", "not_there.optim.Elsewhere", 4, ""))
     with pytest.raises(ModuleNotFoundError, match=r"needs not_there: pip install 'lightning-tricks\[optimizers\]"):
         lt.optimizer("elsewhere", module, 0.1)
@@ -614,15 +607,14 @@ def test_what_is_left_out_is_left_out_for_a_reason() -> None:
 
 
 def test_lookahead_is_refused_around_what_averages_itself() -> None:
-    for name in ("schedulefree_adamw", "ranger21", "prodigy"):
-        with pytest.raises(ValueError, match=f"'lookahead_{name}': '{name}' measures or averages"):
-            lt.optimizer(f"lookahead_{name}", build(Three), 0.1)
-    with pytest.raises(ValueError, match="got 'lookahead_lookahead_sgd': did you mean 'lookahead_"):
-        lt.optimizer("lookahead_lookahead_sgd", build(Three), 0.1)
-    with pytest.raises(ValueError, match="got 'lookahead_lionn': did you mean 'lookahead_lion'"):
-        lt.optimizer("lookahead_lionn", build(Three), 0.1)
-    with pytest.raises(TypeError, match=r"has no setting 'gamma'; it has .*alpha, k"):
-        lt.optimizer("lookahead_lion", build(Three), 0.1, gamma=1)
+    averaging = ("schedulefree_adamw", "ranger21", "prodigy")
+    cases = [
+        *((ValueError, {"name": name}, f"'lookahead_{name}': '{name}' measures or averages") for name in averaging),
+        (ValueError, {"name": "lookahead_sgd"}, "got 'lookahead_lookahead_sgd': did you mean 'lookahead_"),
+        (ValueError, {"name": "lionn"}, "got 'lookahead_lionn': did you mean 'lookahead_lion'"),
+        (TypeError, {"name": "lion", "gamma": 1}, r"has no setting 'gamma'; it has .*alpha, k"),
+    ]
+    assert_refused(lambda name, **given: lt.optimizer(f"lookahead_{name}", build(Three), 0.1, **given), cases)
 
 
 @pytest.mark.parametrize("flag", ["capturable", "differentiable", "fused"])

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import lightning as L
-import pytest
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
@@ -46,16 +45,6 @@ def lrs_of(schedule: dict[str, Any], steps: int) -> list[list[float]]:
         schedule["optimizer"].step()
         scheduler_of(schedule).step()
     return taken
-
-
-Case = tuple[type[Exception], dict[str, Any], str]  # an error, the arguments that raise it, and what it says
-
-
-def assert_refused(call: Callable[..., Any], cases: Iterable[Case]) -> None:
-    """Each of the arguments raises its error."""
-    for error, arguments, message in cases:
-        with pytest.raises(error, match=message):
-            call(**arguments)
 
 
 class RecordingSGD(torch.optim.SGD):

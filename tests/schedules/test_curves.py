@@ -91,6 +91,7 @@ def naive_one_cycle(t, T, W, floor, initial=0.04):
 
 
 # For each curve its naive form, and settings of both: those of the curve by its own names, the others as they are.
+CYCLES = [(1, 1), (2, 1.0), (2, 2), (3, 2.0), (4, 1.5), (3, 3), (7, 1)]
 CURVES = {
     "constant": (naive_constant, [{}]),
     "linear": (naive_linear, [{}]),
@@ -105,14 +106,7 @@ CURVES = {
         + [{"cooldown": 2.5, "shape": shape} for shape in curves.COOLDOWNS],
     ),
     "step_decay": (naive_step_decay, [{}, {"gamma": 0.5}, {"milestones": (3, 3, 7.5)}, {"milestones": ()}]),
-    "cosine_restarts": (
-        naive_restarts,
-        [{}]
-        + [
-            {"cycles": cycles, "growth": growth}
-            for cycles, growth in [(1, 1), (2, 1.0), (2, 2), (3, 2.0), (4, 1.5), (3, 3), (7, 1)]
-        ],
-    ),
+    "cosine_restarts": (naive_restarts, [{}, *({"cycles": number, "growth": growth} for number, growth in CYCLES)]),
 }
 SYMBOLS = {"flat": "F", "cooldown": "C"}  # the names of settings in the naive forms
 

@@ -36,16 +36,8 @@ from lightning_tricks.schedules import (
 )
 from lightning_tricks.schedules.arguments import whole_steps
 from tests.nets import Net, SteppedByHand, build, fit, loader, trainer
-from tests.schedules.recording import (
-    FACTORIES,
-    FALLING,
-    Tiny,
-    assert_refused,
-    lrs_of,
-    ones,
-    optimizer,
-    scheduler_of,
-)
+from tests.refusals import assert_refused
+from tests.schedules.recording import FACTORIES, FALLING, Tiny, lrs_of, ones, optimizer, scheduler_of
 
 
 def curve_of(factory: Any, **settings: Any) -> Any:
@@ -215,10 +207,9 @@ def test_an_error_names_the_argument_the_value_and_what_is_allowed(factory):
         (ValueError, {"total_steps": -1}, r"total_steps must be at least 1, got -1"),
         (TypeError, {"total_steps": True}, r"total_steps must be an integer, got True"),
         (TypeError, {"total_steps": "10"}, r"total_steps must be an integer, got '10'"),
-        *(
-            (TypeError, {"total_steps": total}, rf"total_steps must be an integer, got {total}")
-            for total in (10.0, float("inf"), float("nan"))
-        ),
+        (TypeError, {"total_steps": 10.0}, r"total_steps must be an integer, got 10.0"),
+        (TypeError, {"total_steps": float("inf")}, r"total_steps must be an integer, got inf"),
+        (TypeError, {"total_steps": float("nan")}, r"total_steps must be an integer, got nan"),
     ]
     assert_refused(lambda **settings: factory(optimizer(), **{"total_steps": 10, **settings}), cases)
 
@@ -367,13 +358,8 @@ def test_a_second_fit_of_one_trainer_goes_on_in_the_longer_plan():
     assert run.optimizers[0].param_groups[0]["lr"] == 0
 
 
-LONG = [
-    (flat_cos, {"flat": 900}),
-    (wsd, {"cooldown": 200}),
-    (wsd, {"cooldown": 0.5}),
-    (step_decay, {"milestones": [600, 0.5]}),
-    (one_cycle, {}),
-]
+LONG = [(flat_cos, {"flat": 900}), (wsd, {"cooldown": 200}), (wsd, {"cooldown": 0.5}), (one_cycle, {})]
+LONG += [(step_decay, {"milestones": [600, 0.5]})]
 
 
 @pytest.mark.parametrize("settings", [{"fast_dev_run": True}, {"fast_dev_run": 3}, {"overfit_batches": 2}])

@@ -30,7 +30,7 @@ import lightning_tricks as lt
 from lightning_tricks.schedules.lr_finder import LRFinderResult, find_lr, smoothed_losses, suggested_lr
 from tests.nets import Net, PlainNet, assert_equal, build, data, loader, rank_loader, trainer, weights
 from tests.ranks import run_ranks
-from tests.schedules.recording import assert_refused
+from tests.refusals import assert_refused
 
 METHODS = ("valley", "steepest", "minimum/10")
 
@@ -247,13 +247,9 @@ def test_groups_keep_their_ratio_to_the_largest(wrap: Any) -> None:
 def test_groups_have_the_base_learning_rates_of_the_schedules() -> None:
     class Scaled(Recording):
         def configure_optimizers(self) -> Any:
-            first, second, third = (
-                [self.layers[0].weight, self.layers[0].bias],
-                [self.layers[2].weight],
-                [self.layers[2].bias],
-            )
-            groups = [{"params": first, "lr_scale": 0.25}, {"params": second}, {"params": third, "max_lr": 0.05}]
-            return torch.optim.SGD(groups, lr=0.1)
+            first, last = self.layers[0].parameters(), self.layers[2]
+            groups = [{"params": first, "lr_scale": 0.25}, {"params": [last.weight]}]
+            return torch.optim.SGD([*groups, {"params": [last.bias], "max_lr": 0.05}], lr=0.1)
 
     module, seen = recording(Scaled)
     result = find_lr(trainer(), module, loader(), steps=12, max_lr=1e-2)
@@ -410,18 +406,10 @@ class Loud(Net):
 
 
 def test_callbacks_loggers_schedules_and_validation_are_muted(tmp_path: Path) -> None:
-    stop = EarlyStopping("val_loss")
-    run = trainer(
-        callbacks=[Shouting(), lt.EMA(), lt.Mixup(), lt.HardExampleFilter(), stop],
-        logger=CSVLogger(tmp_path),
-        enable_checkpointing=True,
-        enable_progress_bar=True,
-        enable_model_summary=True,
-        num_sanity_val_steps=2,
-        default_root_dir=tmp_path,
-        log_every_n_steps=1,
-    )
-    module = build(Loud)
+    callbacks = [Shouting(), lt.EMA(), lt.Mixup(), lt.HardExampleFilter(), EarlyStopping("val_loss")]
+    settings: Any = {f"enable_{name}": True for name in ("checkpointing", "progress_bar", "model_summary")}
+    settings |= {"logger": CSVLogger(tmp_path), "default_root_dir": tmp_path, "log_every_n_steps": 1}
+    run, module = trainer(callbacks=callbacks, num_sanity_val_steps=2, **settings), build(Loud)
     module.val_dataloader = lambda: loader(8)
     assert len(find_lr(run, module, loader(), steps=20).lrs) == 20
     assert not list(tmp_path.rglob("*.*"))

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import LearningRateMonitor
+from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
@@ -23,9 +24,9 @@ from lightning_tricks.schedules.param_groups import (
     no_weight_decay_groups,
     numbered_layers,
 )
-from tests.nets import PlainNet, assert_close, build, fit, loader, weights
+from tests.nets import PlainNet, assert_close, assert_equal, build, fit, loader, trained, weights
 from tests.ranks import run_ranks
-from tests.schedules.recording import assert_refused
+from tests.refusals import assert_refused
 
 SMALL = {"hidden_size": 8, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 8}
 TOKENS = {"vocab_size": 20, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
@@ -91,9 +92,8 @@ def test_frozen_layers_keep_their_depth():
     before = depths(model)
     model.blocks.requires_grad_(False)
     model.blocks[11].requires_grad_(True)
-    assert depths(model) == {
-        name: depth for name, depth in before.items() if not re.match(r"blocks\.\d\.|.*\.10\.", name)
-    }
+    kept = {name: depth for name, depth in before.items() if not re.match(r"blocks\.\d\.|.*\.10\.", name)}
+    assert depths(model) == kept
 
 
 class Holds(L.LightningModule):
@@ -208,10 +208,9 @@ def test_the_layers_of_a_hugging_face_model(name, settings, stack, others):
 
 
 def test_an_encoder_lies_below_its_decoder():
-    sizes = {"d_model": 8, "encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 8, "decoder_ffn_dim": 8}
-    model = of_transformers(
-        "BartForSequenceClassification", **sizes, encoder_attention_heads=2, decoder_attention_heads=2
-    )
+    each = {"layers": 2, "ffn_dim": 8, "attention_heads": 2}
+    sizes = {f"{part}_{name}": size for part in ("encoder", "decoder") for name, size in each.items()}
+    model = of_transformers("BartForSequenceClassification", d_model=8, **sizes)
     others = {"model.shared": 5, "model.encoder.embed_positions": 5, "classification_head": 0}
     assert_layers(depths(model), ["model.encoder.layers", "model.decoder.layers"], 2, others, 1)
 
@@ -316,23 +315,12 @@ def test_groups_partition_what_trains_in_any_order_of_the_functions():
 
 
 def test_a_shared_parameter_counts_once_by_its_first_name():
-    model = nn.ModuleDict(
-        {"embed": nn.Embedding(5, 4), "layers": nn.Sequential(nn.Linear(4, 4)), "head": nn.Linear(4, 5)}
-    )
+    layers = nn.Sequential(nn.Linear(4, 4))
+    model = nn.ModuleDict({"embed": nn.Embedding(5, 4), "layers": layers, "head": nn.Linear(4, 5)})
     model["head"].weight = model["embed"].weight
     assert depths(model, pattern=r"layers\.(\d)")["embed.weight"] == 2
     rates = learning_rates(model, discriminative_groups(model, {"^head": 0.3, "": 0.1}))
     assert rates == {"embed.weight": 0.1, "layers.0.weight": 0.1, "layers.0.bias": 0.1, "head.bias": 0.3}
-
-
-def test_a_model_without_anything_to_train_is_refused():
-    with pytest.raises(ValueError, match="ModuleDict has no trainable parameters to group: unfreeze some"):
-        no_weight_decay_groups(blocks().requires_grad_(False), 0.1)
-
-
-def test_lazy_layers_are_refused_by_name():
-    with pytest.raises(ValueError, match=r"weight decay goes by shapes, and 0\.weight has none yet"):
-        no_weight_decay_groups(torch.nn.Sequential(torch.nn.LazyLinear(2)), 0.1)
 
 
 def test_groups_may_be_a_tuple():
@@ -341,15 +329,18 @@ def test_groups_may_be_a_tuple():
     assert no_weight_decay_groups(model, 0.1, groups=tuple(given)) == no_weight_decay_groups(model, 0.1, groups=given)
 
 
-@pytest.mark.parametrize("groups", [[], (), 0, [{"lr": 0.1}], ["params"]])
-def test_what_are_no_groups_is_refused(groups):
-    with pytest.raises(TypeError, match=r"groups must be a list of parameter groups, dictionaries with 'params', got"):
-        no_weight_decay_groups(blocks(), 0.1, groups=groups)
-
-
-def test_groups_of_another_model_are_refused():
-    with pytest.raises(ValueError, match="groups hold a parameter that ModuleDict lacks: pass their model"):
-        no_weight_decay_groups(blocks(), 0.1, groups=no_weight_decay_groups(blocks(), 0.1))
+def test_what_cannot_be_grouped_is_refused():
+    no_groups: Any = ([], (), 0, [{"lr": 0.1}], ["params"])
+    frozen, lazy = blocks().requires_grad_(False), nn.Sequential(nn.LazyLinear(2))
+    others = no_weight_decay_groups(blocks(), 0.1)
+    message = "groups must be a list of parameter groups, dictionaries with 'params', got"
+    cases = [
+        (ValueError, {"model": frozen}, "ModuleDict has no trainable parameters to group: unfreeze some"),
+        (ValueError, {"model": lazy}, r"weight decay goes by shapes, and 0\.weight has none yet"),
+        (ValueError, {"groups": others}, "groups hold a parameter that ModuleDict lacks: pass their model"),
+        *((TypeError, {"groups": each}, message) for each in no_groups),
+    ]
+    assert_refused(lambda **given: no_weight_decay_groups(**{"model": blocks(), "weight_decay": 0.1, **given}), cases)
 
 
 def test_splitting_keeps_the_settings_and_leaves_the_given_groups_alone():
@@ -362,8 +353,6 @@ def test_splitting_keeps_the_settings_and_leaves_the_given_groups_alone():
 
 
 def test_unnamed_groups_are_numbered_so_that_lightning_logs_each(tmp_path):
-    from lightning.pytorch.loggers import CSVLogger
-
     class Unnamed(PlainNet):
         def configure_optimizers(self) -> Any:
             groups = [{"params": [*layer.parameters()]} for layer in (self.layers[0], self.layers[2])]
@@ -422,10 +411,7 @@ def test_frozen_parameters_need_no_pattern_and_may_have_one():
 def test_a_pattern_that_gives_no_learning_rate_is_refused():
     with pytest.raises(ValueError, match=r"lrs: a pattern must be found in a name, .*; 'heads' is neither"):
         discriminative_groups(blocks(), {"heads": 0.1, "": 0.2})
-    useless = {
-        "head": {"": 0.1, "head": 0.2},
-        "^stem": {"stem": 0.1, "^stem": 0.2, "": 1.0},
-    }
+    useless = {"head": {"": 0.1, "head": 0.2}, "^stem": {"stem": 0.1, "^stem": 0.2, "": 1.0}}
     for pattern, lrs in useless.items():
         message = rf"{re.escape(repr(pattern))} gives none: .*general patterns last.*'token'"
         with pytest.raises(ValueError, match=message):
@@ -444,20 +430,16 @@ def test_biases_and_norms_have_no_weight_decay():
     model = nn.ModuleDict({"conv": nn.Conv2d(2, 2, 1), "norm": nn.BatchNorm2d(2), "odd": Odd()})
     names = {parameter: name for name, parameter in model.named_parameters()}
     found = {group["name"]: {names[p] for p in group["params"]} for group in no_weight_decay_groups(model, 0.1)}
-    assert found == {
-        "decay": {"conv.weight", "odd.weight"},
-        "no_decay": set(names.values()) - {"conv.weight", "odd.weight"},
-    }
+    decays = {"conv.weight", "odd.weight"}
+    assert found == {"decay": decays, "no_decay": {*names.values()} - decays}
 
 
 def test_a_weight_that_zero_3_has_taken_away_is_known_by_its_whole_shape():
     model = nn.Linear(4, 2)
     for parameter in model.parameters():
         parameter.ds_shape, parameter.data = parameter.shape, torch.empty(0)  # as DeepSpeed leaves it
-    assert [(g["name"], len(g["params"])) for g in no_weight_decay_groups(model, 0.1)] == [
-        ("decay", 1),
-        ("no_decay", 1),
-    ]
+    found = {group["name"]: len(group["params"]) for group in no_weight_decay_groups(model, 0.1)}
+    assert found == {"decay": 1, "no_decay": 1}
 
 
 def grouped_under_fsdp1() -> str:
@@ -521,9 +503,8 @@ def by_hand(module: PlainNet, steps: int) -> nn.Module:
     for step, (x, y) in enumerate(batches):
         factor = curves.cosine(step, total_steps=steps, warmup=2)
         loss = torch.nn.functional.cross_entropy(module(x), y)
-        for (name, p), gradient in zip(
-            module.named_parameters(), torch.autograd.grad(loss, [*module.parameters()]), strict=True
-        ):
+        gradients = torch.autograd.grad(loss, [*module.parameters()])
+        for (name, p), gradient in zip(module.named_parameters(), gradients, strict=True):
             decay = 0.1 if name.endswith("weight") else 0.0
             momenta[name] = 0.5 * momenta[name] + gradient + decay * p.detach()
             p.data -= rates[name.rpartition(".")[0]] * factor * momenta[name]
@@ -553,8 +534,6 @@ def test_the_ratio_of_two_groups_is_the_decay_at_every_step():
 
 
 def test_lightning_logs_each_group_by_its_name(tmp_path):
-    from lightning.pytorch.loggers import CSVLogger
-
     monitor = LearningRateMonitor()
     fit(build(Decayed), callbacks=[monitor], logger=CSVLogger(tmp_path), log_every_n_steps=1)
     assert {f"lr-SGD/depth_{depth}_{part}" for depth in (0, 1) for part in ("decay", "no_decay")} == set(monitor.lrs)
@@ -569,10 +548,7 @@ def test_a_decay_of_1_is_one_learning_rate_for_all():
         def configure_optimizers(self) -> Any:
             return cosine(torch.optim.SGD(layer_decay_groups(self, 0.2, 1.0, pattern=r"layers\.(\d+)")), self)
 
-    plain, same = build(Plain), build(NoDecay)
-    fit(plain)
-    fit(same)
-    assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), same.parameters(), strict=True))
+    assert_equal(trained(NoDecay), trained(Plain))
 
 
 def test_an_optimizer_takes_resumes_and_steps_the_groups():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import pickle
 from collections import OrderedDict
-from collections.abc import Iterator
 from functools import partial
 from itertools import repeat
 from typing import Any
@@ -19,12 +18,13 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from lightning_tricks.schedules import PlateauLR, UnknownTotalSteps, linear, reduce_on_plateau
 from tests.few import few
-from tests.nets import TORCH_2_9, SteppedByHand, trainer
-from tests.schedules.recording import SaveEveryStep, Tiny, assert_refused, ones, optimizer, scheduler_of
+from tests.nets import TORCH_2_9, SteppedByHand, Stream, trainer
+from tests.refusals import assert_refused
+from tests.schedules.recording import SaveEveryStep, Tiny, ones, optimizer, scheduler_of
 
 SCRIPT = [5.0, 4.0, 4.5, 4.5, 3.0, 3.5, 3.5, 3.5, 3.5, 2.0]  # the metric of each epoch
 
@@ -139,13 +139,9 @@ def test_a_wrapper_needs_no_defaults():
     assert scheduler.steps == 1
 
 
-def test_a_warmup_needs_the_optimizer_inside_lightnings():
-    inside = optimizer()
-    with pytest.raises(ValueError, match=r"warmup must be 0 for LightningSGD"):
-        PlateauLR(LightningOptimizer(inside), warmup=3)
-
-
 def test_a_warmup_needs_an_optimizer_that_takes_hooks():
+    with pytest.raises(ValueError, match=r"warmup must be 0 for LightningSGD"):
+        PlateauLR(LightningOptimizer(optimizer()), warmup=3)
     with pytest.raises(ValueError, match=r"does not call Optimizer\.__init__ and has no step hooks to follow, got 3"):
         reduce_on_plateau(Closed(optimizer()), warmup=3)
     assert scheduler_of(reduce_on_plateau(Closed(optimizer()))).warmup == 0
@@ -169,8 +165,9 @@ def test_a_metric_that_is_not_logged_is_lightnings_error():
         fit(Scripted(monitor="val_accuracy"))
 
 
-def test_the_metric_of_each_validation_counts_only_at_the_epochs_end():
-    assert fit(Scripted(patience=0, factor=0.5), val_check_interval=2) == expected(10, patience=0, factor=0.5)
+def test_the_metric_counts_once_an_epoch_however_validations_come():
+    for settings in ({"val_check_interval": 2}, {"check_val_every_n_epoch": None, "val_check_interval": 4}):
+        assert fit(Scripted(patience=0, factor=0.5), **settings) == expected(10, patience=0, factor=0.5)
 
 
 def test_only_epochs_with_validation_count():
@@ -184,14 +181,7 @@ def test_only_epochs_with_validation_count():
     assert len(set(taken)) > 1
 
 
-def test_validation_by_batches_alone_leaves_every_epoch():
-    taken = fit(Scripted(patience=0, factor=0.5), check_val_every_n_epoch=None, val_check_interval=4)
-    assert taken == expected(10, patience=0, factor=0.5)
-
-
-class Endless(IterableDataset):  # type: ignore[type-arg]
-    def __iter__(self) -> Iterator[Tensor]:
-        return repeat(torch.full((1,), 0.1))
+ENDLESS = DataLoader(Stream(repeat(torch.full((1,), 0.1))))
 
 
 class ByValidation(Scripted):
@@ -210,10 +200,8 @@ class ByValidation(Scripted):
 @pytest.mark.parametrize(
     ("batches", "settings"),
     [
-        pytest.param(DataLoader(Endless()), {"val_check_interval": 4}, id="stream"),
-        pytest.param(
-            DataLoader(Endless()), {"val_check_interval": 4, "check_val_every_n_epoch": None}, id="by batches"
-        ),
+        pytest.param(ENDLESS, {"val_check_interval": 4}, id="stream"),
+        pytest.param(ENDLESS, {"val_check_interval": 4, "check_val_every_n_epoch": None}, id="by batches"),
         pytest.param(ones(48), {"val_check_interval": 4}, id="a long epoch"),
         pytest.param(ones(48), {"val_check_interval": 1 / 12}, id="parts of a long epoch"),
     ],

@@ -16,7 +16,7 @@ from lightning_tricks import BatchSizeWarmup
 from lightning_tricks.schedules.scaling import effective_batch_size, scale_adam, scale_lr, scaled_lrs
 from tests.nets import PlainNet, build, fit, loader, trainer
 from tests.ranks import run_ranks
-from tests.schedules.recording import assert_refused
+from tests.refusals import assert_refused
 
 BATCHES = {"batch_size": 1024, "base_batch_size": 256}
 

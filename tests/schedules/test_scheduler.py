@@ -20,7 +20,8 @@ from lightning_tricks import schedules
 from lightning_tricks.schedules import CurveLR, curves, flat_cos, one_cycle, swa_tail
 from tests.few import few
 from tests.nets import TORCH_2_9, trainer
-from tests.schedules.recording import FACTORIES, SaveEveryStep, Tiny, assert_refused, ones, optimizer, scheduler_of
+from tests.refusals import assert_refused
+from tests.schedules.recording import FACTORIES, SaveEveryStep, Tiny, ones, optimizer, scheduler_of
 
 FLAT_COS = partial(curves.flat_cos, total_steps=12, warmup=2.5, floor=0.01)
 ONE_CYCLE = partial(curves.one_cycle, total_steps=12)
