@@ -297,6 +297,7 @@ class Split(Wide):
 
 
 STRATEGIES: dict[str, Any] = {
+    "fsdp2": lambda: lt.preset("fsdp2_bf16", precision="32-true"),
     "zero2": lambda: {"strategy": cpu_deepspeed(2)},
     "tensor": lambda: {"strategy": ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=2)},
 }
@@ -314,7 +315,7 @@ def two_ranks() -> Cases:
     return run_cases(on_ranks, list(STRATEGIES))
 
 
-@pytest.mark.slow  # DDP and FSDP2 are in tests/conformance/test_ranks.py
+@pytest.mark.slow  # DDP is in tests/conformance/test_ranks.py
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_two_ranks_equal_one_process(strategy: str, two_ranks: Cases) -> None:
     """A rank scales by its own batch: one process has the same products if it accumulates the batches of both."""

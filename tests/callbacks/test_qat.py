@@ -13,8 +13,9 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
 import lightning_tricks as lt
-from tests.nets import Net, NormNet, PlainNet, assert_equal, build, fit, loader, trainer
+from tests.nets import Net, NormNet, PlainNet, assert_close, assert_equal, build, fit, loader, rank_loader, trainer
 from tests.nets import weights as weights_of
+from tests.ranks import run_ranks
 from tests.reference.loop import Naive, naive_fit
 
 
@@ -211,3 +212,20 @@ def test_layers_that_something_else_has_changed_are_refused() -> None:
         fit(module, callbacks=[lt.QAT()])
     with pytest.raises(MisconfigurationException, match="must be a plain tensor"):
         trainer(callbacks=[lt.QAT()]).validate(lt.quantize(build(PlainNet)), loader())
+
+
+# -- ranks ------------------------------------------------------------------------------------------------------------
+
+
+def on_ranks() -> dict[str, Tensor]:
+    module = build(PlainNet)
+    arguments = {**lt.preset("fsdp2_bf16", precision="32-true"), "use_distributed_sampler": False}
+    trainer(devices=2, callbacks=[lt.QAT("int4")], **arguments).fit(module, rank_loader(), loader(8))
+    return weights_of(module)
+
+
+def test_two_ranks_of_a_sharding_preset_equal_one_process() -> None:
+    module = build(PlainNet)
+    trainer(callbacks=[lt.QAT("int4")]).fit(module, loader(48, 16), loader(8))
+    for found in run_ranks(on_ranks):
+        assert_close(found, weights_of(module), 1e-5)
