@@ -100,6 +100,7 @@ class OutputMean:
 
     def __init__(self, mean: Mean, dim: int | None, of_module: bool = True) -> None:
         self.mean, self.dim, self.of_module, self.calls = mean, dim, of_module, 0
+        self.in_call = False  # whether self(...) runs, which calls forward
 
     def of(self, outputs: Sequence[Any]) -> Any:
         """The mean of outputs, tensors or objects with ``logits``, of which the mean has nothing else."""
@@ -111,7 +112,6 @@ class MeanOutput(L.LightningModule):
     """A module that is an instance of another class, too, whose steps must see the mean."""
 
     means: list[OutputMean]
-    in_call = False  # whether self(...) runs, which calls forward
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Leave out that of the module's class, which knows nothing of a class that is made for one instance."""
@@ -120,21 +120,22 @@ class MeanOutput(L.LightningModule):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.is_redirected():
             return super().__call__(*args, **kwargs)
-        before, self.in_call = self.in_call, True
+        mean = self.means[-1]
+        before, mean.in_call = mean.in_call, True
         try:
             return super().__call__(*args, **kwargs)
         finally:
-            self.in_call = before
+            mean.in_call = before
 
     def is_redirected(self) -> bool:
         """Whether a strategy calls a step in place of ``forward``."""
         own = vars(self).get("forward", None)
-        return own is not None and getattr(own, "__self__", None) is not self
+        return own is not None and getattr(getattr(own, "__self__", None), "__dict__", None) is not vars(self)
 
     @override
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         for mean in self.means:
-            if mean.of_module and not self.in_call:
+            if mean.of_module and not self.means[-1].in_call:
                 raise MisconfigurationException(
                     f"{mean.trick} averages what self(...) returns, and self.forward(...) passes by it: call self(...)."
                 )
@@ -170,7 +171,7 @@ class MeanOutput(L.LightningModule):
         while "means_of" in vars(kind):
             added.append(kind.__bases__[0])
             kind = kind.means_of
-        return _empty, (kind, added[::-1]), self.__getstate__()
+        return _empty, (kind, added[::-1]), {**self.__getstate__(), "means": self.means}
 
 
 Kind = TypeVar("Kind", bound=MeanOutput)
@@ -183,10 +184,22 @@ def with_mean(module: Any, kind: type[Kind], mean: OutputMean) -> Kind:
     return module
 
 
+def with_mean_beside(module: Any, kind: type[Kind], mean: OutputMean) -> Kind:
+    """An instance of ``kind`` beside a module, which has all of its attributes: what either writes, the other has.
+
+    Forward hooks may be functions of the module, and write what a step of the new instance reads.
+    """
+    means = [*getattr(module, "means", ()), mean]
+    own = _class_of(kind, type(module), means=property(lambda _: means))  # type: ignore[arg-type]  # none of the module's
+    seen: Kind = own.__new__(own)
+    object.__setattr__(seen, "__dict__", vars(module))
+    return seen
+
+
 @cache
-def _class_of(added: type[MeanOutput], kind: type[L.LightningModule]) -> type[Any]:
+def _class_of(added: type[MeanOutput], kind: type[L.LightningModule], **attributes: Any) -> type[Any]:
     name = f"{added.__name__}Of{kind.__name__}"
-    return type(name, (added, kind), {"__module__": kind.__module__, "means_of": kind})
+    return type(name, (added, kind), {"__module__": kind.__module__, "means_of": kind, **attributes})
 
 
 def _empty(kind: type[L.LightningModule], added: list[type[MeanOutput]]) -> L.LightningModule:

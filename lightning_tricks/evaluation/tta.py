@@ -14,7 +14,14 @@ from typing_extensions import override
 
 from lightning_tricks.core.checks import check_choice, check_type
 from lightning_tricks.core.lightning.namespace import require_same_lightning
-from lightning_tricks.evaluation.mean_output import Mean, MeanOutput, OutputMean, logits_in, with_logits, with_mean
+from lightning_tricks.evaluation.mean_output import (
+    Mean,
+    MeanOutput,
+    OutputMean,
+    logits_in,
+    with_logits,
+    with_mean_beside,
+)
 
 __all__ = ["tta"]
 
@@ -29,7 +36,8 @@ def tta(module: L.LightningModule, views: Sequence[View], *, mean: Mean = "proba
     The result is for ``validate``, ``test`` and ``predict``: an instance of the module's class with the same weights,
     buffers and submodules, whose ``self(x)`` gives the mean, so that steps, metrics and hooks work as they are. Steps
     that do not call ``self(x)``, or call ``self.forward(x)``, would see one view only, and are refused. The module
-    itself stays as it is.
+    itself keeps its class, and has all attributes of the result: what a step or a hook writes is in both, as after a
+    validation of the module.
 
     An output with places, such as that of a segmentation (B, C, H, W), has to be turned back: a view is a pair then, of
     what changes the input and what changes the output back. The classes are its dimension 1.
@@ -42,7 +50,7 @@ def tta(module: L.LightningModule, views: Sequence[View], *, mean: Mean = "proba
             also of those that are no logits.
 
     Returns:
-        The module of the means. Weights that are changed or loaded in one are so in the other.
+        The module of the means.
 
     Raises:
         TypeError: For what is no LightningModule, or views that are no functions.
@@ -69,18 +77,15 @@ def tta(module: L.LightningModule, views: Sequence[View], *, mean: Mean = "proba
     if isinstance(module, TTA):
         raise MisconfigurationException(f"{type(module).__name__} has views already: name all of them in one tta().")
     averaged = _Views(checked_views(views), mean)
-    seen = module.__class__.__new__(module.__class__)
-    vars(seen).update(vars(module))  # the dictionaries of weights and submodules are the same ones
-    vars(seen).pop("_compiled_call_impl", None)  # runs past __call__, of the module
-    own = vars(seen).pop("forward", None)
-    if own is not None and getattr(own, "__func__", None) is not type(module).forward:  # DDP leaves the method there
-        if not isinstance(own, MethodType) or own.__self__ is not module:
-            raise MisconfigurationException(
-                f"{type(module).__name__}.forward was replaced by {own!r}, which tta cannot call for each view: compile"
-                " submodules, or change the class."
-            )
-        vars(seen)["forward"] = MethodType(own.__func__, seen)
-    return with_mean(seen, TTA, averaged)
+    own = vars(module).get("forward")
+    if own is not None and (not isinstance(own, MethodType) or own.__self__ is not module):
+        raise MisconfigurationException(
+            f"{type(module).__name__}.forward was replaced by {own!r}, which tta cannot call for each view: compile"
+            " submodules, or change the class."
+        )
+    if own is not None and own.__func__ is type(module).forward:  # DDP leaves the method there
+        del vars(module)["forward"]
+    return with_mean_beside(module, TTA, averaged)
 
 
 def checked_views(views: Sequence[View]) -> list[tuple[Callable[[Any], Any], Callable[[Tensor], Tensor] | None]]:

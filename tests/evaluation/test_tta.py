@@ -81,7 +81,7 @@ def test_all_stages_see_the_mean(mean: Any) -> None:
     (row,) = run.test(seen, loader(), verbose=False)
     assert row["metric"] == pytest.approx((expected.argmax(-1) == y).float().mean().item())
     assert row["nll"] == pytest.approx(F.cross_entropy(expected, y).item(), rel=1e-5)
-    assert (seen.ends, module.ends) == (1, 0)
+    assert (seen.ends, module.ends) == (1, 1)  # as after a test of the module itself
     (row,) = run.validate(seen, loader(), verbose=False)
     assert row["loss"] == pytest.approx(F.cross_entropy(expected, y).item(), rel=1e-5)
 
@@ -109,6 +109,31 @@ def test_the_module_stays_as_it_is_and_shares_its_weights() -> None:
     torch.testing.assert_close(seen.eval()(x), by_hand(module, x, "probabilities"))
     fit(module.train())
     torch.testing.assert_close(seen.eval()(x), by_hand(module, x, "probabilities"))
+
+
+class Notes(Scored):
+    """A forward hook, which is a method of the module, writes what the step reads, and asks where training is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.noted, self.hook = -1.0, self.layers[0].register_forward_hook(self.note)
+
+    def note(self, layer: nn.Module, inputs: Any, output: Tensor) -> None:
+        assert not self.trainer.training
+        self.noted = output.mean().item()
+        self.log("hooked", self.noted)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("noted", self(batch[0]).mean() * 0 + self.noted)
+
+
+def test_a_hook_that_is_a_method_of_the_module_writes_what_a_step_reads() -> None:
+    module = build(Notes)
+    alone = trainer().validate(module, loader(), verbose=False)
+    module.noted = -1.0
+    assert trainer().validate(lt.tta(module, [nn.Identity()], mean="logits"), loader(), verbose=False) == alone
+    assert module.noted != -1
+    assert "means" not in vars(module)
 
 
 def test_the_same_view_twice_is_the_module() -> None:
@@ -186,7 +211,8 @@ def test_it_can_be_copied(copied: Any) -> None:
         for parameter in seen.parameters():
             parameter.zero_()
     assert torch.equal(other(x), expected)
-    assert type(other) is type(seen)
+    assert isinstance(other, Measured)
+    assert type(other).__name__ == type(seen).__name__ == "TTAOfMeasured"
 
 
 # -- outputs ----------------------------------------------------------------------------------------------------------
