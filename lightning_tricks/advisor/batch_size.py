@@ -129,7 +129,9 @@ class BatchTrial(UndoneFit):
         self._has_begun = True
 
     @override
-    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         over_margin = self._is_over_margin(trainer.strategy.root_device)
         self._share_outcome(trainer, _OUT_OF_MEMORY if over_margin else _FITS)
         if self._outcome != _FITS:

@@ -371,7 +371,9 @@ class Doctor(Trick):
         return gather(data, *args, **kwargs)
 
     @override
-    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         self._close()  # The first batch has shown what there is.
         self._watched.clear()
 

@@ -152,7 +152,9 @@ class Inspector(GradientCallback):
         """Called when it has looked."""
 
     @override
-    def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
         if self._look is None and self._is_due(trainer):
             assert self._weights is not None, "set in setup"
             self._weights.reshard()
@@ -171,7 +173,9 @@ class Inspector(GradientCallback):
         self._look.gradients(parameters)
 
     @override
-    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         if self._look is not None and trainer.global_step >= self._look.first + self.steps:
             self._end(trainer)
 

@@ -269,7 +269,9 @@ class _Step(UndoneFit):
         self.weights = [name for name, weight in pl_module.named_parameters() if _kinds(weight)]
 
     @override
-    def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
         self.watch = self._watching.enter_context(Watch(pl_module))
 
     @override
@@ -290,7 +292,9 @@ class _Step(UndoneFit):
             raise FloatingPointError
 
     @override
-    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         self._watching.close()
         trainer.should_stop = True
 

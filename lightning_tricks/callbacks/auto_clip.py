@@ -168,7 +168,9 @@ class AutoClip(GradientCallback):
         scale_down_(parts, norm, limit)
 
     @override
-    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         if self._last:
             log_every_n_steps(trainer, self._metrics)
 

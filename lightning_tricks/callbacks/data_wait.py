@@ -142,7 +142,9 @@ class DataWait(Trick):
         self._epoch = self._logged, trainer.fit_loop.total_batch_idx
 
     @override
-    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         if will_step(trainer):
             log_every_n_steps(trainer, self._values)
 

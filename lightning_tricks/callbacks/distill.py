@@ -464,8 +464,10 @@ class Distill(TeachingCallback):
         return found
 
     @override
-    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any) -> None:
-        super().on_train_batch_end(trainer, pl_module, *args)
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
         value = self._value
         if value is not None:
             log_every_n_steps(trainer, lambda: {"tricks/distill_loss": value})

@@ -102,7 +102,9 @@ class GradientStats(GradientCallback):
 
     @override
     @torch.no_grad()
-    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         measured, self._measured = self._measured, []
         if not measured:
             return

@@ -264,8 +264,10 @@ class HardExampleFilter(BatchCallback):
         return (kept, len(kept) / count) if len(kept) else (losses.argmax().reshape(1), 0.0)
 
     @override
-    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any) -> None:
-        super().on_train_batch_end(trainer, pl_module, *args)
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
         if self._kept is not None:
             share, threshold = self._kept
             log_every_n_steps(trainer, lambda: {"tricks/kept_fraction": share, "tricks/loss_threshold": threshold})

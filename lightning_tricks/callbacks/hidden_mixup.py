@@ -168,12 +168,14 @@ class HiddenMixup(MixingCallback):
         super().on_before_backward(trainer, pl_module, loss)
 
     @override
-    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any) -> None:
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         assert self._pipeline is not None, "setup comes first"
         if self._pipeline.descends:
             self._require_call(pl_module)
         self._context = None
-        super().on_train_batch_end(trainer, pl_module, *args)
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
 
     def _require_call(self, pl_module: L.LightningModule) -> None:
         if self._context is not None and not self._called:

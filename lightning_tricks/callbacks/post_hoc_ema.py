@@ -218,7 +218,9 @@ class PostHocEMA(Averaging):
                     self._track(averages)
 
     @override
-    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         self.catch_up(trainer)
         step, due = self._steps_so_far, self._steps_so_far % self._every == 0
         if step < self._saved:  # a rewind has taken steps back

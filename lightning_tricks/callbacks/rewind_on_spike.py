@@ -242,7 +242,9 @@ class RewindOnSpike(Trick):
         self._slow_until = snapshot.step + self.lr_steps
 
     @override
-    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         log_every_n_steps(trainer, lambda: {"tricks/rewinds": float(self.rewinds)})
 
     @override

@@ -137,7 +137,9 @@ class SkipNonFinite(Trick):
             raise SkipStep
 
     @override
-    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         log_every_n_steps(trainer, lambda: {"tricks/skipped_steps": float(self.skipped_steps)})
 
     @override

@@ -95,8 +95,10 @@ class SWA(AveragingCallback):
             require_recalibration(self, trainer, pl_module, "pass recalibrate_batchnorm=False")
 
     @override
-    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any) -> None:
-        super().on_train_batch_end(trainer, pl_module, *args)
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
         if trainer.is_last_batch:
             self._end_epoch()  # the epoch's last step may have been in an earlier batch
 

@@ -102,7 +102,9 @@ class TerminateOnNonFinite(Trick):
         self._window.end(pl_module)
 
     @override
-    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         self._batch = None
 
     @override

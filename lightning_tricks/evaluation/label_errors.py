@@ -247,8 +247,10 @@ class LabelErrors(BatchCallback):
         self._judged.append(torch.cat([total[1:] / total[0], alone.to(values.dtype)]))
 
     @override
-    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any) -> None:
-        super().on_train_batch_end(trainer, pl_module, *args)
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
         if not (self._losses and self._numbers):
             return
         losses = torch.stack(self._losses).detach().float()

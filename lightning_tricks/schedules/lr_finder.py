@@ -306,7 +306,9 @@ class Sweep(UndoneFit):
             trainer.accumulate_grad_batches = self._accumulation[-1].get_accumulate_grad_batches(0)
 
     @override
-    def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
         self._set(trainer.optimizers[0])
 
     @override

@@ -169,7 +169,9 @@ class AveragingCallback(Averaging):
         self._running.guard()
 
     @override
-    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         stepped = self.catch_up(trainer)
         if not self._running.tracks:
             if stepped and trainer.global_step == self._first_step:

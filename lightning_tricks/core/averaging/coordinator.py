@@ -62,7 +62,9 @@ class Averaging(Trick, ABC):
         self._observer.start(trainer)
 
     @override
-    def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
         self._observer.follow(trainer)
 
     @override

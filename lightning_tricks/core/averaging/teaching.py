@@ -148,7 +148,9 @@ class TeachingCallback(Averaging):
         average.updates = max(average.updates, 1)  # BatchNorm's statistics differ from the average before a step
 
     @override
-    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         self.catch_up(trainer)
 
     @override

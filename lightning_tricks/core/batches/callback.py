@@ -160,7 +160,9 @@ class BatchCallback(Trick):
             self._pipeline.require_loss(trainer)
 
     @override
-    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         assert self._pipeline is not None, "setup comes first"
         self._pipeline.finish(trainer)
 

@@ -231,7 +231,9 @@ class StagedCallback(Trick):
         self._proceed(trainer, pl_module, self._stages)
 
     @override
-    def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
         assert self._stages is not None, "set with the strategy"
         self._proceed(trainer, pl_module, self._stages)  # global_step changes between accumulation windows only
 

@@ -70,7 +70,7 @@ class GradCache:
         self._step = None
         if not (torch.is_grad_enabled() and self._cuts(batch)):
             return original(batch, *args, **kwargs)
-        self._run, self.in_chunks = lambda chunk: original(chunk, *args, **kwargs), True
+        self._run, self.in_chunks = partial(_run, original, args, kwargs), True
         try:
             # DDP must not expect a backward pass of this forward pass; FSDP2 must.
             with ExitStack() as self._watching, forbid_writes(self.module, (batch, args, kwargs)):
@@ -273,6 +273,10 @@ class GradCache:
                     " random numbers and module state, so that GradCacheMixin would take the gradient of another loss:"
                     " draw random numbers from torch, NumPy or Python, and leave compiled layers with dropout out."
                 )
+
+
+def _run(original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], batch: Any) -> Any:
+    return original(batch, *args, **kwargs)
 
 
 def check_embeddings(module: Any, embeddings: Any, samples: int) -> tuple[Tensor, ...]:
