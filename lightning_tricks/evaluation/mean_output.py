@@ -190,8 +190,8 @@ def with_mean_beside(module: Any, kind: type[Kind], mean: OutputMean) -> Kind:
     Forward hooks may be functions of the module, and write what a step of the new instance reads.
     """
     means = [*getattr(module, "means", ()), mean]
-    own = _class_of(kind, type(module), means=property(lambda _: means))  # type: ignore[arg-type]  # none of the module's
-    seen: Kind = own.__new__(own)
+    own = _class_of.__wrapped__(kind, type(module), means=property(lambda _: means))  # a class of its own, not kept
+    seen: Kind = object.__new__(own)
     object.__setattr__(seen, "__dict__", vars(module))
     return seen
 

@@ -489,8 +489,8 @@ def outcome_of(run: Run, **more: Any) -> Outcome:
 @pytest.mark.parametrize(
     ("reason", "steps", "run"),
     [
-        ("no length that", 8, run_of(four("too long"))),
-        ("no length that", 4, run_of(four("too short"))),
+        ("no length that can be relied on", 8, run_of(four("too long"))),
+        ("no length that can be relied on", 4, run_of(four("too short"))),
         ("no length that", 8, run_of(four("stream"), trainer={"max_epochs": 2, "limit_train_batches": 30})),
         # it grows when it is reloaded: 4 + 5 + 6 batches
         ("reloaded", 15, run_of(trainer={"max_epochs": 3, "reload_dataloaders_every_n_epochs": 1}, from_hook=True)),

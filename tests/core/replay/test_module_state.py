@@ -586,7 +586,7 @@ class DrawsNumbers(PlainNet):
 
 TRICKS: dict[str, Callable[[], list[Callback]]] = {
     "SAMCallback": lambda: [lt.SAMCallback(rho=0.0)],
-    "HardExampleFilter": lambda: [lt.HardExampleFilter(keep=1.0)],
+    "HardExampleFilter": lambda: [lt.HardExampleFilter(keep=0.999)],  # which scores, and keeps all
     "find_lr": list,  # before the fit
 }
 

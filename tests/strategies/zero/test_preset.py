@@ -539,7 +539,9 @@ def test_shards_of_other_ranks_and_one_file_are_errors_with_a_remedy(tmp_path: P
     run_ranks(save_shards, shards)
     fit(build(PlainNet)).save_checkpoint(whole)
     assert "has the shards of 2 processes" in run_ranks(resume_alone, shards, nprocs=1)[0]
-    assert "Pass load_full_weights=True" in run_ranks(resume_alone, whole, nprocs=1)[0]
+    said = run_ranks(resume_alone, whole, nprocs=1)[0]
+    assert "is one file, " in said
+    assert "Pass load_full_weights=True" in said
 
 
 # -- on a GPU ---------------------------------------------------------------------------------------------------------
