@@ -56,7 +56,10 @@ def contenders(scale: Scale, share: float, width: int) -> dict[str, Contender]:
     load, shape = partial(load_share, scale, share), shape_of(scale, width)
     return {
         name: Contender(
-            partial(fit, load, trick.recipe, shape, scale.batch, "cpu"), trick.lr, trick.rate_of, trick.recipe().epochs
+            partial(fit, load, trick.recipe, shape, scale.batch, "cpu", 1.0),
+            trick.lr,
+            trick.rate_of,
+            trick.recipe().epochs,
         )
         for name, trick in SOME.items()
     }

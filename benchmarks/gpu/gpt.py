@@ -59,12 +59,12 @@ def run(settings: Settings) -> list[Row]:
     load = partial(load_tokens, strings, shape.vocabulary, shape.length, 4 * batch)
     contenders = {
         name: Contender(
-            partial(fit, load, recipe, shape, batch, settings.device),
+            partial(fit, load, recipe, shape, batch, settings.device, 1.0),
             lr and neighbours(lr)[0],  # a larger network has a smaller rate
             rate_of,
             recipe().epochs,
         )
-        for name, (recipe, lr, rate_of) in ((name, TRICKS[name]) for name in names)
+        for name, (recipe, lr, rate_of, _) in ((name, TRICKS[name]) for name in names)
     }
     folder = RESULTS / "scratch" / f"{NAME}, {settings.effort}, {settings.device}"
     folder.mkdir(parents=True, exist_ok=True)
