@@ -115,6 +115,7 @@ class Hooks(Callback):
         self.counts.append(sum(hooks) + len(optimizer._optimizer_step_post_hooks))
 
 
+@pytest.mark.slow
 def test_pictures_are_drawn_when_due_and_there_is_no_hook_otherwise(tmp_path: Path) -> None:
     module, plain, hooks, none = build(Net), build(Net), Hooks(), Hooks()
     callback = InspectTraining(tmp_path / "new", every_n_steps=5, steps=2)

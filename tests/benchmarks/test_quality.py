@@ -38,6 +38,7 @@ def committed() -> dict[str, Any]:
     return json.loads((BENCHMARKS / "results" / "quality.json").read_text())
 
 
+@pytest.mark.slow
 def test_a_cell_is_measured_for_real_and_goes_on_where_it_was(
     quality: ModuleType, report: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

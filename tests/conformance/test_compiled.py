@@ -74,7 +74,7 @@ def compiled(selected: Callable[..., list[str]]) -> Callable[[], Cases]:
     return cache(lambda: run_cases(two_compiled, selected("name", devices=2)))
 
 
-@pytest.mark.parametrize("name", quick("EMA", "Mixup"))
+@pytest.mark.parametrize("name", quick("EMA"))
 @pytest.mark.parametrize("devices", [2])
 def test_compiled_networks_in_processes_equal_one_process(
     name: str, devices: int, compiled: Callable[[], Cases], cell: Callable[..., None]

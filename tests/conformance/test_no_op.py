@@ -37,7 +37,7 @@ def plain(name: str, base: type[Net], regime: str = "fp32") -> dict[str, Tensor]
     return without(SETTINGS[name].bare(), base, regime)
 
 
-@pytest.mark.few(32)
+@pytest.mark.few(16)
 @pytest.mark.parametrize("name", SETTINGS)
 def test_the_trick_does_something_unless_it_is_to_be_neutral(name: str) -> None:
     regime = "accumulate" if SETTINGS[name].windows else "fp32"

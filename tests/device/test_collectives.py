@@ -190,6 +190,7 @@ def same(a: Any, b: Any, tolerance: float) -> None:
 NAMES = [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("on", CUDA)
 @pytest.mark.parametrize("name", few(NAMES, 3))
 def test_devices_do_together_what_cpus_do(name: str, on: str, found: Callable[[str], Cases]) -> None:

@@ -55,7 +55,7 @@ def plain(precision: str, *needs: Any) -> Fit:
         return on_a_device(bare(*needs), precision, Path(folder))
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("precision", "name"), cases())
 def test_a_device_trains_the_same_and_is_not_waited_for(
     precision: str, name: str, tmp_path: Path, waits: Callable[..., None]

@@ -31,6 +31,7 @@ def folders(folder: str) -> Any:
     return results
 
 
+@pytest.mark.slow
 def test_a_folder_resumes_exactly_and_evaluates_the_same(tmp_path: Path) -> None:
     for trained, loaded in run_ranks(folders, str(tmp_path)):
         assert trained["scores"] == loaded["scores"]
