@@ -31,6 +31,7 @@ def blocks(name: str, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", (FOLDER / f"{name}.md").read_text(), re.S | re.M)
 
 
+@pytest.mark.few(30)
 @pytest.mark.parametrize("name", [name for name in cards() if name not in SLOW])
 @pytest.mark.filterwarnings("ignore")  # of Lightning, of fits of two batches
 def test_the_code_of_a_card_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

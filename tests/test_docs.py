@@ -161,6 +161,7 @@ def parser_choices() -> list[str]:
 # -- code -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize("page", pages_with("python", [page for page in PAGES if page != CLIENTS]))
 @pytest.mark.filterwarnings("ignore:Checkpoint directory")  # Lightning, where a page fits again
 @pytest.mark.filterwarnings("ignore:Starting from v1.9.0, `tensorboardX`")  # Lightning, of its default logger

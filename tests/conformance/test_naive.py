@@ -33,7 +33,7 @@ REGIMES: dict[str, tuple[Callable[[], dict[str, Any]], dict[str, Any], float]] =
 }
 
 
-@pytest.mark.few(80)
+@pytest.mark.few(48)
 @pytest.mark.parametrize(("regime", "name"), in_regimes(REGIMES))
 def test_a_plain_loop_gives_the_same(name: str, regime: str, cell: Callable[..., None]) -> None:
     trick, (settings, loop, tolerance) = SETTINGS[name], REGIMES[regime]

@@ -49,7 +49,7 @@ def test_the_trick_does_something_unless_it_is_to_be_neutral(name: str) -> None:
         assert SETTINGS[name].neutral == same
 
 
-@pytest.mark.few(80)
+@pytest.mark.few(48)
 @pytest.mark.parametrize(
     ("regime", "name"), [case for case in in_regimes(REGIMES) if SETTINGS[case.values[1]].has_limit]
 )

@@ -46,7 +46,7 @@ def test_a_call_with_what_it_needs_is_right(name: str) -> None:
     assert problem(name, {}) is None
 
 
-@cases(200)
+@cases(100)
 @given(data=st.data(), name=st.sampled_from(NAMES))
 def test_an_argument_is_taken_or_named(data: st.DataObject, name: str) -> None:
     changed = data.draw(changes(name))
@@ -94,7 +94,7 @@ def used(name: str, data: st.DataObject) -> bool:
 USED = [name for name in CALLBACKS if name not in ("Compile", "LeanLoss")]  # takes seconds; has a module's name only
 
 
-@cases(20)
+@cases(10)
 @given(data=st.data(), name=st.sampled_from(USED))
 def test_accepted_settings_of_a_callback_can_be_used(data: st.DataObject, name: str) -> None:
     used(name, data)

@@ -62,7 +62,7 @@ def many(name: str, number: int) -> None:
     assert sum(found) >= number // 10, f"{name} was accepted by {sum(found)} of {len(found)} modules"
 
 
-@pytest.mark.few(10)
+@pytest.mark.few(6)
 @pytest.mark.parametrize("name", TRICKS)
 def test_modules_train_as_without_a_trick_or_are_refused_in_time(name: str) -> None:
     many(name, 2)

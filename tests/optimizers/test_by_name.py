@@ -222,6 +222,7 @@ def other_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Cases:
     return run_cases(on_ranks, cases + again, tmp_path_factory.mktemp("resumed"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "engine"),
     [*RESUMED[:1], *(pytest.param(*case, marks=pytest.mark.slow) for case in [*RESUMED[1:], *OTHERS_RESUMED])],

@@ -403,7 +403,7 @@ def fit_and_check(run: Run) -> None:
         check(run, take(run, Path(folder) / "resume.ckpt"))
 
 
-@examples(60)
+@examples(30)
 def test_the_count_is_what_a_fit_of_any_settings_takes(run):
     fit_and_check(run)
 
