@@ -4,12 +4,12 @@
 The text is that of ``corpus.py``: the documentation strings of Python's library and of numpy, whose licences and bytes
 are in the result. The network is the GPT-2 of transformers: three layers of 168 features, sequences of 128 bytes.
 
-All train for 1,000 steps of 8 sequences, with gradients clipped to a norm of 1 and a warm-up of a twentieth, without
-which AdamW stays on the loss of single letters. AdamW at a constant rate is plain training; each optimizer has a rate
-of its own, chosen in a quarter of the length (``tuned.py``), and the other optimizers have the cosine beside which they
-were proposed. A quarter may choose too small a rate for a schedule that falls: one cosine has three times of it. SAM,
-whose step takes twice as long, has half of the steps. The loss is in nats per byte; ``curves`` has the mean training
-loss and the seconds of every fortieth of training, for the picture ``language_model.svg``.
+All train for 1,000 steps of 8 sequences, with gradients clipped to a norm of 1 and a warm-up of a twentieth, as
+language models are trained. AdamW at a constant rate is plain training; each optimizer has a rate of its own, chosen
+in a quarter of the length (``tuned.py``), and the other optimizers have the cosine beside which they were proposed. A
+quarter may choose too small a rate for a schedule that falls: one cosine has three times of it. SAM, whose step takes
+twice as long, has half of the steps. The loss is in nats per byte; ``curves`` has the mean training loss and the
+seconds of every fortieth of training, for the picture ``language_model.svg``.
 
 It can be run bit by bit: ``--only cosine "cosine, Muon"`` measures these, beside plain training, and leaves out what
 ``results/runs/language_model.json`` has of an earlier session (``kept_runs.py``). The result is written after every
