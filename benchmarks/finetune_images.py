@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-from collections.abc import Callable
 from copy import deepcopy
 from functools import cache, partial
 from importlib.util import find_spec
@@ -23,6 +22,8 @@ from typing import Any, NamedTuple
 
 import finetune_report
 import torch
+from finetune import WHY, scheduled
+from finetune_report import Words
 from fit_curve import curves
 from glyphs import FONTS
 from image_training import Plain, Size, fit
@@ -33,7 +34,7 @@ from rows import written
 from soup import Soup
 from tables import RESULTS
 from torch import nn
-from tuned import EPOCHS, PARTS, Budget, Contender, measure, some, table
+from tuned import EPOCHS, PARTS, Budget, Contender, Trick, measure, some, table
 
 import lightning_tricks as lt
 from lightning_tricks_cli.runs.demo import small_runs
@@ -43,19 +44,20 @@ WEIGHT_DECAY, LR = 0.01, 1e-3
 REGIME = "Other fonts in the test"
 TITLE = "An EfficientNet-Lite0 of ImageNet learns digits in many fonts"
 
-TRICKS: dict[str, Callable[[], Recipe]] = {
-    PLAIN: Recipe,
-    "plain, twice the steps": lambda: Recipe(epochs=2.0),
-    "cosine": lambda: Recipe((lt.LRSchedule("cosine", warmup=0.1),)),
-    "EMA": lambda: Recipe((lt.EMA(),)),
-    "SWA": lambda: Recipe((lt.SWA(start=0.5),)),
-    "soup of three": lambda: Recipe((Soup(3),), epochs=3.0),
-    "layer decay 0.8": lambda: Recipe(settings={"layer_decay": 0.8}),
-    "GradualUnfreeze": lambda: Recipe((lt.GradualUnfreeze([0.1, 0.3]),)),
-    "SAM": lambda: Recipe((lt.SAMCallback(),)),
-    "SAM, half the steps": lambda: Recipe((lt.SAMCallback(),), epochs=0.5),
-    "Mixup": lambda: Recipe((lt.Mixup(),)),
-    "label smoothing 0.1": lambda: Recipe(smoothing=0.1),
+TRICKS = {
+    PLAIN: Trick(Recipe, lr=LR),
+    "plain, twice the steps": Trick(lambda: Recipe(epochs=2.0)),
+    "warm-up": Trick(lambda: scheduled("constant")),
+    "cosine": Trick(lambda: scheduled("cosine"), lr=LR),
+    "EMA": Trick(lambda: Recipe((lt.EMA(),))),
+    "SWA": Trick(lambda: Recipe((lt.SWA(start=0.5),))),
+    "soup of three": Trick(lambda: Recipe((Soup(3),), epochs=3.0)),
+    "layer decay 0.8": Trick(lambda: Recipe(settings={"layer_decay": 0.8}), lr=LR),
+    "GradualUnfreeze": Trick(lambda: Recipe((lt.GradualUnfreeze([0.1, 0.3]),))),
+    "SAM": Trick(lambda: Recipe((lt.SAMCallback(),))),
+    "SAM, half the steps": Trick(lambda: Recipe((lt.SAMCallback(),), epochs=0.5)),
+    "Mixup": Trick(lambda: Recipe((lt.Mixup(),))),
+    "label smoothing 0.1": Trick(lambda: Recipe(smoothing=0.1)),
 }
 
 
@@ -104,19 +106,19 @@ def network() -> nn.Module:
 def contenders(scale: Scale) -> dict[str, Contender]:
     """All of them."""
     plain = Plain(network, "adamw", WEIGHT_DECAY, LR)
-    return {
-        name: Contender(
-            partial(fit, plain, recipe, scale.size, "cpu"), LR if name == PLAIN else None, length=recipe().epochs
-        )
-        for name, recipe in TRICKS.items()
-    }
+    return {name: trick.contender(partial(fit, plain, scale.size, "cpu")) for name, trick in TRICKS.items()}
 
 
 def settings_of(scale: Scale) -> dict[str, Any]:
     """What all runs depend on."""
     weights = sum(weight.numel() for weight in pretrained().parameters())
     settings = {"budget": scale.budget._asdict(), "batch": scale.size.batch, "pixels": scale.size.pixels}
-    return settings | {"weights": weights, "validation and test samples": [scale.size.other] * 2, "fonts": FONTS}
+    return settings | {
+        "weights": weights,
+        "validation and test samples": [scale.size.other] * 2,
+        "fonts": FONTS,
+        "weight decay": WEIGHT_DECAY,
+    }
 
 
 def result(made: dict[str, list[Any]], scale: Scale) -> dict[str, Any]:
@@ -134,7 +136,7 @@ def section(made: dict[str, Any]) -> str:
     scale = f"AdamW at a tuned constant rate is plain training; {settings['training samples'][REGIME]:,} pictures of"
     scale += f" {settings['pixels']} x {settings['pixels']} pixels, in {len(settings['fonts']['train'])} fonts, and in"
     scale += f" {len(settings['fonts']['test'])} others for the test"
-    return finetune_report.section(made, TITLE, f"{scale}; {finetune_report.fine_tuned(settings)}")
+    return finetune_report.section(made, Words(TITLE, f"{scale}; {finetune_report.fine_tuned(settings)}", WHY))
 
 
 def main() -> None:

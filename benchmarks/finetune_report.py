@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from quality_report import PLAIN, interval, sign
-from tables import README, placed
+from tables import README, grid, placed
 from tuned import measured_on, table
 
 KINDS = {1: "Better", -1: "Worse", 0: "Not told apart from it"}
 ACCURACY = "Points of balanced test accuracy"
+STYLES = ("-", "--", ":")  # a colour for each of ten lines, then again in the next style
 
 
 def told(rows: Sequence[dict[str, Any]]) -> str:
@@ -25,6 +26,19 @@ def told(rows: Sequence[dict[str, Any]]) -> str:
     return " ".join(parts)
 
 
+def most(rows: Sequence[dict[str, Any]], unit: str) -> str:
+    """The largest gain in no more steps than plain training's, if there is one that an interval tells."""
+    (steps,) = (row["steps"] for row in rows if row["trick"] == PLAIN)
+    better = [row for row in rows if sign(row["gain"]) > 0 and row["steps"] <= steps]
+    if not better:
+        return "none is told to be better than plain training"
+    best = max(better, key=lambda row: row["gain"]["points"])
+    return (
+        f"the best of {len(rows) - 1} is *{best['trick']}*, {interval(best['gain'])} {unit} over plain training, in"
+        f" {best['over_plain']:.1f} times its time"
+    )
+
+
 def fine_tuned(settings: dict[str, Any]) -> str:
     """How much of fine-tuning was run."""
     budget, (validation, test) = settings["budget"], settings["validation and test samples"]
@@ -35,29 +49,39 @@ def fine_tuned(settings: dict[str, Any]) -> str:
     )
 
 
-def section(made: dict[str, Any], title: str, scale: str, points: str = ACCURACY) -> str:
-    """What came out in each regime, the picture, and folded the tables.
+class Words(NamedTuple):
+    """What a benchmark says beside its figures."""
 
-    Args:
-        made: The figures.
-        title: What is trained.
-        scale: How much was run.
-        points: What a point is one of.
-    """
+    title: str
+    scale: str  # how much was run
+    why: Mapping[str, str]  # of each contender that is worse, what its paper says of that
+    points: str = ACCURACY  # what a point is one of
+    unit: str = "points"
+    further: str = ""  # what else came out
+    picture: str = "Curves of training, and gains over plain training with 95% intervals"
+
+
+def section(made: dict[str, Any], words: Words) -> str:
+    """One number and the picture, then what came out in each regime, and folded the tables."""
     groups: dict[str, list[dict[str, Any]]] = {}
     for row in made["rows"]:
         groups.setdefault(row.get("regime", "All of the text"), []).append(row)
     name, missing = made["benchmark"], made["settings"]["not measured"]
+    worse = list(dict.fromkeys(row["trick"] for row in made["rows"] if sign(row["gain"]) < 0))
     return "\n\n".join(
         [
-            f"#### {title}",
-            f"`python benchmarks/{name}.py`: {scale}. {points}, the mean and standard deviation of plain training, and"
-            " differences from it with 95% intervals; bold where the interval leaves out 0.",
-            "\n".join(f"- **{regime}.** {told(rows)}" for regime, rows in groups.items()),
+            f"#### {words.title}",
+            " ".join(f"{regime}: {most(rows, words.unit)}." for regime, rows in groups.items()),
+            f"![{words.picture}](results/{name}.svg)",
+            f"`python benchmarks/{name}.py`: {words.scale}. {words.points}, the mean and standard deviation of plain"
+            " training, and differences from it with 95% intervals; bold where the interval leaves out 0.",
+            "\n".join(
+                [*(f"- **{regime}.** {told(rows)}" for regime, rows in groups.items()), *words.further.splitlines()]
+            ),
             *([f"Not measured yet: {'; '.join(missing)}."] if missing else []),
-            f"![Curves of training, and gains over plain training with 95% intervals](results/{name}.svg)",
             f"<details>\n<summary>All figures</summary>\n\n{measured_on(made['machines'])}",
             *(f"{regime}:\n\n{table(rows)}" for regime, rows in groups.items()),
+            *([grid(["worse", "why"], [(each, words.why.get(each, "")) for each in worse])] if worse else []),
             "</details>",
         ]
     )
@@ -76,7 +100,6 @@ def marks(name: str) -> tuple[str, str]:
 
 def draw(path: Path, made: dict[str, Any]) -> None:
     """Of the first regime the curves of the first seed, and each contender's gain with its interval."""
-    from matplotlib import rc_context
     from matplotlib.figure import Figure
 
     regime = made["rows"][0]["regime"]
@@ -84,17 +107,17 @@ def draw(path: Path, made: dict[str, Any]) -> None:
     others = sorted((row for row in rows if row["trick"] != PLAIN), key=lambda row: row["gain"]["points"])
     figure = Figure(figsize=(9.5, 4), layout="constrained")
     left, right = figure.subplots(1, 2)
-    colours = {row["trick"]: f"C{place % 10}" for place, row in enumerate(rows)}
+    looks = {row["trick"]: look(place) for place, row in enumerate(rows)}
     for line in made["curves"]:
         places, _, values = zip(*line["points"], strict=True)
-        if line["trick"] not in colours or (line["regime"], line["seed"]) != (regime, 0):
+        if line["trick"] not in looks or (line["regime"], line["seed"]) != (regime, 0):
             continue
         if places[-1] == rows[0]["steps"]:  # not those of other lengths
-            left.plot(places, [100 * value for value in values], color=colours[line["trick"]], label=line["trick"])
+            left.plot(places, [100 * value for value in values], label=line["trick"], **looks[line["trick"]])
     left.set(xlabel="steps", ylabel="balanced validation accuracy, first seed")
     left.legend(frameon=False, fontsize=7)
     for height, row in enumerate(others):
-        gain, colour = row["gain"], colours[row["trick"]]
+        gain, colour = row["gain"], looks[row["trick"]]["color"]
         right.plot([gain["low"], gain["high"]], [height, height], color=colour, linewidth=1.6)
         right.plot(gain["points"], height, "o", color=colour, ms=4)
     right.axvline(0, color="#999999", linewidth=1)
@@ -102,5 +125,17 @@ def draw(path: Path, made: dict[str, Any]) -> None:
     right.set_yticks(range(len(others)), [row["trick"] for row in others], fontsize=8)
     for axis in (left, right):
         axis.spines[["top", "right"]].set_visible(False)
+    save(figure, path)
+
+
+def look(place: int) -> dict[str, str]:
+    """The colour and the style of a line among many."""
+    return {"color": f"C{place % 10}", "linestyle": STYLES[place // 10]}
+
+
+def save(figure: Any, path: Path) -> None:
+    """Write a picture whose bytes depend on what it shows alone."""
+    from matplotlib import rc_context
+
     with rc_context({"svg.hashsalt": path.stem, "svg.fonttype": "none"}):
         figure.savefig(path, metadata={"Date": None}, facecolor="white")

@@ -1,11 +1,11 @@
 """Does a gain grow, stay or vanish with more data and more weights? The language model at 1, 4 and 16 times of both.
 
-``nice python benchmarks/gain_scaling.py`` (about half an hour of one core; ``--reduced`` tries it for a few steps). The
-text, network and rules are those of ``language_model.py``, whose training takes five times as long. Data: a sixteenth,
-a quarter and all of the text, with 84 features; weights: 42, 84 and 168 features, which is about 1, 4 and 16 times the
-weights, with all of the text. All train for as many steps, so that less text has more epochs. It writes
-``benchmarks/results/gain_scaling.json``, and draws the gains over plain training beside it, and goes on in another
-session (``kept_runs.py``).
+``nice python benchmarks/gain_scaling.py`` (about an hour of one core; ``--reduced`` tries it for a few steps). The
+text, network and rules are those of ``language_model.py``, whose training takes five times as long. Data: a 256th, a
+64th and a 16th of the text, with 84 features; all train for as many steps, which draw each sample sixteen times, four
+times and once on average. Weights: 42, 84 and 168 features, which is about 1, 4 and 16 times the weights, with all of
+the text. It writes ``benchmarks/results/gain_scaling.json``, and draws the gains over plain training beside it, and
+goes on in another session (``kept_runs.py``).
 """
 
 from __future__ import annotations
@@ -14,25 +14,29 @@ import argparse
 import gc
 from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import finetune_report
 from corpus import described, load_documentation
 from kept_runs import kept_runs
-from language_model import FULL, REDUCED, TRICKS, Network, Scale, Shape, Trick, fit, load_bytes, scheduled
-from quality_report import PLAIN, interval
+from language_model import FULL, OPTIMIZER, REDUCED, TRICKS, Network, Scale, Shape, fit, load_bytes, scheduled
+from quality_report import PLAIN, interval, paired, sign
 from rows import written
 from tables import RESULTS, grid
-from tuned import PARTS, Budget, Contender, measure, measured_on, table
+from tuned import PARTS, Budget, Contender, Trick, finals_of, measure, measured_on, table
 
 import lightning_tricks as lt
 from lightning_tricks.examples.tasks import Split
 from lightning_tricks_cli.runs.demo import small_runs
 
-SIZES = ("sequences", "weights")
-SHARES, WIDTHS, MIDDLE = (1 / 16, 1 / 4, 1.0), (42, 84, 168), 84
-CELLS = list(dict.fromkeys([(share, MIDDLE) for share in SHARES] + [(1.0, width) for width in WIDTHS]))
+WIDTHS, MIDDLE = (42, 84, 168), 84
+CELLS = {  # shares of the text and widths of the network
+    "sequences": [(1 / 256, MIDDLE), (1 / 64, MIDDLE), (1 / 16, MIDDLE)],
+    "weights": [(1.0, width) for width in WIDTHS],
+}
+TRENDS = {1: "it rises", -1: "it falls", 0: "no trend is told"}
 SHORT = FULL._replace(budget=Budget(192, 3, 48))
 SOME: dict[str, Trick] = {name: TRICKS[name] for name in (PLAIN, "EMA", "cosine", "cosine, Muon")}
 SOME |= {"SAM": Trick(lambda: scheduled("constant", lt.SAMCallback()))}
@@ -53,21 +57,14 @@ def shape_of(scale: Scale, width: int) -> Shape:
 
 def contenders(scale: Scale, share: float, width: int) -> dict[str, Contender]:
     """All of them, with a share of the text and a width of the network."""
-    load, shape = partial(load_share, scale, share), shape_of(scale, width)
-    return {
-        name: Contender(
-            partial(fit, load, trick.recipe, shape, scale.batch, "cpu", 1.0),
-            trick.lr,
-            trick.rate_of,
-            trick.recipe().epochs,
-        )
-        for name, trick in SOME.items()
-    }
+    arm = partial(fit, partial(load_share, scale, share), shape_of(scale, width), scale.batch, "cpu")
+    return {name: trick.contender(arm) for name, trick in SOME.items()}
 
 
 def settings_of(scale: Scale) -> dict[str, Any]:
     """What all runs depend on."""
-    return {"budget": scale.budget._asdict(), "batch": scale.batch, **described(load_documentation(scale.strings))}
+    settings = {"budget": scale.budget._asdict(), "batch": scale.batch, **OPTIMIZER}
+    return settings | described(load_documentation(scale.strings))
 
 
 def result(found: dict[tuple[float, int], dict[str, list[Any]]], scale: Scale) -> dict[str, Any]:
@@ -90,41 +87,47 @@ def result(found: dict[tuple[float, int], dict[str, list[Any]]], scale: Scale) -
     }
 
 
-def trend(first: Mapping[str, float], last: Mapping[str, float]) -> str:
-    """Whether a gain has grown, by its intervals."""
-    if last["low"] > first["high"]:
-        return "it grows"
-    return "it shrinks" if last["high"] < first["low"] else "no trend is told"
+def gains_of(made: dict[str, Any], name: str, row: Mapping[str, Any]) -> dict[int, dict[str, float]]:
+    """The gain of each seed in the cell of a row."""
+    cell = (row["share"], row["width"])
+    finals = finals_of([run for run in made["runs"] if (run["share"], run["width"]) == cell])
+    mine = finals[name]
+    return {seed: {"gain": 100 * (run["test_loss"] - mine[seed]["test_loss"])} for seed, run in finals[PLAIN].items()}
+
+
+def trend(made: dict[str, Any], name: str, rows: Sequence[Mapping[str, Any]]) -> str:
+    """What a gain does from the first row to the last, by the differences of runs with the same seed."""
+    change = paired(gains_of(made, name, rows[-1]), gains_of(made, name, rows[0]), "gain", 1)
+    return f"{TRENDS[sign(change)]}, {interval(rows[0]['gain'])} and {interval(rows[-1]['gain'])}"
 
 
 def along(rows: Sequence[dict[str, Any]], size: str) -> dict[str, list[dict[str, Any]]]:
     """The rows of each trick, from the smallest size to the largest."""
-    fixed, value = ("width", MIDDLE) if size == "sequences" else ("share", 1.0)
-    mine = sorted((row for row in rows if row[fixed] == value), key=lambda row: row[size])
+    mine = sorted((row for row in rows if (row["share"], row["width"]) in CELLS[size]), key=lambda row: row[size])
     return {name: [row for row in mine if row["trick"] == name] for name in SOME if name != PLAIN}
 
 
 def section(made: dict[str, Any]) -> str:
     """The part of the README: what each gain does with more data and more weights, the picture, the figures."""
-    budget, lines, head = made["settings"]["budget"], [], ["", *map(str, SIZES)]
-    rows = {size: along(made["rows"], size) for size in SIZES}
+    budget, lines, head = made["settings"]["budget"], [], ["", *map(str, CELLS)]
+    rows = {size: along(made["rows"], size) for size in CELLS}
     for name in rows["weights"]:
-        ends = {size: [each[name][0]["gain"], each[name][-1]["gain"]] for size, each in rows.items()}
-        told = [f"with more {size} {trend(*ends[size])}, {' and '.join(map(interval, ends[size]))}" for size in SIZES]
+        told = [f"with more {size} {trend(made, name, rows[size][name])}" for size in CELLS]
         lines.append(f"- **{name}**: {'; '.join(told)}.")
-    cell = ("share", "width", *SIZES)  # of which all were measured on one machine
+    cell = ("share", "width", *CELLS)  # of which all were measured on one machine
     machines = [{key: value for key, value in line.items() if key not in cell} for line in made["machines"]]
     cells = [
-        (name, *(", ".join(f"{row[size]:,}: {interval(row['gain'])}" for row in rows[size][name]) for size in SIZES))
+        (name, *(", ".join(f"{row[size]:,}: {interval(row['gain'])}" for row in rows[size][name]) for size in CELLS))
         for name in rows["weights"]
     ]
     return "\n\n".join(
         [
             "#### Do gains grow, stay or vanish with more data and more weights?",
             f"`python benchmarks/gain_scaling.py`: the language model for {budget['steps']} steps, {budget['seeds']}"
-            " seeds, with a sixteenth, a quarter and all of the text, and with about 1, 4 and 16 times the weights,"
-            " each at learning rates of its own. Hundredths of a nat per byte over AdamW at a constant rate, with 95%"
-            " intervals, at the smallest and the largest size.",
+            " seeds, with a 256th, a 64th and a 16th of the text (each sample is drawn sixteen times, four times and"
+            " once on average), and with all of the text and about 1, 4 and 16 times the weights, each at learning"
+            " rates of its own. Hundredths of a nat per byte over AdamW at a constant rate, with 95% intervals, at the"
+            " smallest and the largest size; a trend is one that the differences of runs with the same seed tell.",
             "\n".join(lines),
             "![Gains over plain training against data and against weights](results/gain_scaling.svg)",
             f"<details>\n<summary>All figures</summary>\n\n{measured_on(machines)}",
@@ -136,12 +139,11 @@ def section(made: dict[str, Any]) -> str:
 
 def draw(path: Path, made: dict[str, Any]) -> None:
     """The gain of each trick, by data and by weights, with its interval."""
-    from matplotlib import rc_context
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 3.4), layout="constrained")
     axes = figure.subplots(1, 2, sharey=True)
-    for axis, size in zip(axes, SIZES, strict=True):
+    for axis, size in zip(axes, CELLS, strict=True):
         axis.axhline(0, color="#999999", linewidth=1)
         for place, (name, mine) in enumerate(along(made["rows"], size).items()):
             places = [row[size] * (1 + 0.04 * place) for row in mine]  # beside each other
@@ -151,11 +153,11 @@ def draw(path: Path, made: dict[str, Any]) -> None:
                 [each["high"] - each["points"] for each in gains],
             ]
             axis.errorbar(places, [each["points"] for each in gains], spread, label=name, marker="o", ms=4, capsize=2)
+        axis.set_yscale("symlog", linthresh=10)
         axis.set(xscale="log", xlabel=f"{size} of training" if size == "sequences" else size)
     axes[0].set_ylabel("gain over plain training (0.01 nats)")
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right", fontsize=8, frameon=False)
-    with rc_context({"svg.hashsalt": path.stem, "svg.fonttype": "none"}):
-        figure.savefig(path, metadata={"Date": None}, facecolor="white")
+    finetune_report.save(figure, path)
 
 
 def main() -> None:
@@ -169,7 +171,7 @@ def main() -> None:
     found: dict[tuple[float, int], dict[str, list[Any]]] = {}
     gc.freeze()  # what is imported: ``compare`` collects garbage before every run
     with small_runs(), kept_runs(folder, file, settings_of(scale)) as runs:  # of one thread
-        for share, width in CELLS:
+        for share, width in chain(*CELLS.values()):
             cell = runs / f"{share:g} of the text, width {width}"
             found[share, width] = measure(contenders(scale, share, width), scale.budget, cell, metric="loss")
             (output / "gain_scaling.json").write_text(written(made := result(found, scale)))

@@ -17,8 +17,8 @@ from rows import Row
 from settings import Settings
 from tables import RESULTS
 from torch import nn
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
-from tuned import EPOCHS, Budget, Contender, cost_rows, measure
+from torch.utils.data import BatchSampler, DataLoader, TensorDataset
+from tuned import EPOCHS, Budget, Trick, cost_rows, measure, shuffled
 
 import lightning_tricks as lt
 from lightning_tricks.examples.tasks import QUIET
@@ -78,7 +78,8 @@ class GlyphData(L.LightningDataModule):
 
     def train_dataloader(self) -> DataLoader[Any]:
         """Batches in a new order in every epoch."""
-        batches = BatchSampler(RandomSampler(self.data["train"]), self.size.batch, drop_last=True)
+        sampler = shuffled(self.data["train"], self.size.batch, self.trainer)
+        batches = BatchSampler(sampler, self.size.batch, drop_last=True)
         return DataLoader(self.data["train"], batch_size=None, sampler=batches)
 
     def val_dataloader(self) -> DataLoader[Any]:
@@ -91,7 +92,7 @@ class GlyphData(L.LightningDataModule):
 
 
 def fit(
-    plain: Plain, recipe: Callable[[], Recipe], size: Size, device: str, lr: float, steps: int, folder: Path
+    plain: Plain, size: Size, device: str, recipe: Callable[[], Recipe], lr: float, steps: int, folder: Path
 ) -> tuple[Any, ...]:
     """An arm: Trainer, module and data."""
     made = recipe()
@@ -111,17 +112,11 @@ def fit(
 
 def run(name: str, plain: Plain, size: Size, settings: Settings) -> list[Row]:
     """The rows of a benchmark; interrupted, the next call goes on."""
-    steps, seeds, sweep = settings.pick("budget", (2000, 3, 504), (EPOCHS, 2, 0), (EPOCHS, 2, 0))
+    steps, seeds, sweep = settings.pick("budget", (800, 2, 200), (EPOCHS, 2, 0), (EPOCHS, 2, 0))
     tricks = settings.pick("tricks", tuple(TRICKS), (PLAIN, "EMA", "SAM", "Mixup", "Muon"), (PLAIN, "EMA", "Muon"))
     settings.noted |= {"data": size._asdict(), **plain._replace(network=name)._asdict()}
-    contenders = {
-        trick: Contender(
-            partial(fit, plain, TRICKS[trick], size, settings.device),
-            plain.lr if trick == PLAIN else OWN_RATES.get(trick),
-            length=TRICKS[trick]().epochs,
-        )
-        for trick in tricks
-    }
+    arm, rates = partial(fit, plain, size, settings.device), {**OWN_RATES, PLAIN: plain.lr}
+    contenders = {trick: Trick(TRICKS[trick], rates.get(trick)).contender(arm) for trick in tricks}
     folder = RESULTS / "scratch" / f"{name}, {settings.effort}, {settings.device}"
     folder.mkdir(parents=True, exist_ok=True)
     made = measure(contenders, Budget(steps, seeds, sweep), folder, metric="accuracy", device=settings.device)

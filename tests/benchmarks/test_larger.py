@@ -8,6 +8,7 @@ import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -179,33 +180,66 @@ def test_every_contender_of_the_language_model_runs(tmp_path: Path, monkeypatch:
         assert list(seconds) == sorted(seconds)
         assert all(0 < loss < 10 for loss in losses)
     assert picture.read_text().startswith("<?xml")
+    assert "AdEMAMix" in picture.read_text()
+
+
+@pytest.mark.parametrize("samples", [5, 12])
+def test_an_epoch_is_as_long_as_the_run_asks(samples: int) -> None:
+    sampler = part("tuned").shuffled(range(samples), 2, SimpleNamespace(limit_train_batches=4))
+    drawn = [*sampler]
+    assert len(drawn) == max(samples, 8)
+    counts = {drawn.count(each) for each in range(samples)}
+    assert counts <= ({1, 2} if samples == 5 else {1})
+
+
+def test_contenders_are_compared_with_the_cosine_that_is_fair_to_them_seed_by_seed() -> None:
+    language = part("language_model")
+    losses = {"plain": (2.0, 2.1), "cosine": (2.2, 2.4), language.COSINES[1]: (2.0, 2.2), "cosine, EMA": (2.3, 2.5)}
+    losses |= {"EMA": (1.0, 1.0), "cosine, Muon": (1.2, 1.4), "ScheduleFree": (2.1, 2.3)}
+    runs = [
+        {"part": "finals", "trick": trick, "seed": seed, "test_loss": loss}
+        for trick, of in losses.items()
+        for seed, loss in enumerate(of)
+    ]
+    assert language.over_cosine({"runs": runs}).splitlines() == [
+        "- **Over AdamW with the better cosine.** Muon **+80.0** (+80.0 to +80.0);"
+        " ScheduleFree **-10.0** (-10.0 to -10.0).",
+        "- **Over AdamW with the same cosine.** EMA **-10.0** (-10.0 to -10.0).",
+    ]
+    assert language.over_cosine({"runs": [run for run in runs if "cosine" not in run["trick"]]}) == ""
+
+
+def test_a_card_names_the_base_of_a_gain_that_is_not_over_plain_training() -> None:
+    better, none = {"points": 5.9, "low": 1.0, "high": 9.0}, {"points": -1.0, "low": -3.0, "high": 1.0}
+    rows = [{"trick": "EMA", "seeds": 3, "gain": better}, {"trick": "cosine, EMA", "seeds": 3, "gain": better}]
+    found = part("evidence").gained("Training", rows, {"cosine, EMA": ("a cosine", none)})
+    assert found == "Training, 3 seeds: EMA **+5.9** (+1.0 to +9.0); cosine, EMA -1.0 (-3.0 to +1.0) over a cosine."
+    found = part("evidence").gained("Tuning", [{"regime": "clean", **rows[0]}], {})
+    assert found == "Tuning, 3 seeds: EMA **+5.9** (+1.0 to +9.0), clean labels."
 
 
 @pytest.mark.slow
 def test_gains_are_measured_with_more_data_and_more_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     scaling = part("gain_scaling")
     monkeypatch.setattr(scaling, "RESULTS", tmp_path)
-    monkeypatch.setattr(scaling, "CELLS", scaling.CELLS[1:4])  # less text, all of it, and a smaller network
+    some = {"sequences": scaling.CELLS["sequences"][1:], "weights": scaling.CELLS["weights"][:2]}
+    monkeypatch.setattr(scaling, "CELLS", some)
     monkeypatch.setattr(sys, "argv", ["gain_scaling.py", "--reduced"])
     scaling.main()
     gc.unfreeze()
     written, picture = sorted((tmp_path / "scratch").iterdir())
     rows = json.loads(written.read_text())["rows"]
-    assert [row["trick"] for row in rows] == 3 * [*scaling.SOME]
-    less, whole, smaller = rows[0], rows[len(scaling.SOME)], rows[2 * len(scaling.SOME)]
-    assert less["sequences"] == pytest.approx(whole["sequences"] / 4, abs=1)
-    assert (less["weights"], smaller["sequences"]) == (whole["weights"], whole["sequences"])
-    assert smaller["weights"] < whole["weights"]
+    assert [row["trick"] for row in rows] == 4 * [*scaling.SOME]
+    less, more, smaller, larger = rows[:: len(scaling.SOME)]
+    assert less["sequences"] == pytest.approx(more["sequences"] / 4, abs=1)
+    assert (less["weights"], smaller["sequences"]) == (more["weights"], larger["sequences"])
+    assert smaller["weights"] < larger["weights"]
     assert picture.read_text().startswith("<?xml")
     made = json.loads(written.read_text())
-    for row in made["rows"]:
-        row["gain"] = {
-            "points": 2.0 * row["weights"],
-            "low": 2.0 * row["weights"] - 1,
-            "high": 2.0 * row["weights"] + 1,
-        }
+    for run in made["runs"]:  # a gain that is that of the weights, but for what all seeds share
+        run["test_loss"] = run["seed"] - (run["trick"] != "plain") * (run["weights"] * 1e-5 + 0.1 * run["seed"])
     assert "- **EMA**: with more sequences no trend is told, " in (text := scaling.section(made))
-    assert text.count("with more weights it grows, **+") == len(scaling.SOME) - 1
+    assert text.count("with more weights it rises, ") == len(scaling.SOME) - 1
     assert f"|{smaller['weights']:,}: " in text
 
 
