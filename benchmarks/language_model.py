@@ -5,12 +5,15 @@ The text is that of ``corpus.py``: the documentation strings of Python's library
 are in the result. The network is the GPT-2 of transformers: three layers of 168 features, sequences of 128 bytes.
 
 All train for 1,000 steps of 8 sequences, with gradients clipped to a norm of 1 and a warm-up of a twentieth, as
-language models are trained. AdamW at a constant rate is plain training; each optimizer has a rate of its own, chosen
-in a quarter of the length (``tuned.py``), and the other optimizers have the cosine beside which they were proposed. A
-quarter may choose too small a rate for a schedule that falls: one cosine has three times of it. Muon trains embeddings
-by AdamW at its own rate, which is some ten times that of plain AdamW: *both rates* is AdamW with ten times its rate for
-them, and Muon with a tenth. SAM, whose step takes twice as long, has half of the steps. The loss is in nats per byte;
-``curves`` has the mean training loss and the seconds of every fortieth of training, for ``language_model.svg``.
+language models are trained. AdamW at a constant rate is plain training; each optimizer has a rate of its own, chosen in
+a quarter of the length (``tuned.py``), and the other optimizers have the cosine beside which they were proposed. A
+quarter may choose too small a rate for the whole: each optimizer beside a cosine, and ``ScheduleFree``, also has three
+times of it, and optimizers are compared at the better one of the two, by the loss at the end of training. Averages have
+plain training's rate, other schedules the cosine's. Muon trains embeddings by AdamW at its own rate, which is some ten
+times that of plain AdamW: *both rates* is AdamW with ten times its rate for them, and Muon with a tenth. An optimizer
+that is worse than its paper has it is also run *as published*, in the configuration of the paper or of a public program
+(``PUBLISHED``). SAM, whose step takes twice as long, has half of the steps. The loss is in nats per byte; ``curves``
+has the mean training loss and the seconds of every fortieth of training, for ``language_model.svg``.
 
 It can be run bit by bit: ``--only cosine "cosine, Muon"`` measures these, beside plain training, and leaves out what
 ``results/runs/language_model.json`` has of an earlier session (``kept_runs.py``). The result is written after every
@@ -115,11 +118,33 @@ def scheduled(name: str, *others: Any, **settings: Any) -> Recipe:
     return Recipe((lt.LRSchedule(name, warmup=WARMUP), *others), **settings)
 
 
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "lion": {"betas": (0.95, 0.98), "weight_decay": 1.0},  # its section 5: language models, ten times AdamW's decay
+    "ademamix": {"betas": (0.9, 0.999, 0.999), "alpha": 8.0},  # that of shorter runs in the program of arXiv 2509.01440
+    "schedulefree_adamw": {"betas": (0.9, 0.9999)},  # that of language models in the same program
+}
+AGAIN = ", 3 times the rate"
+
+
+def as_published(optimizer: str) -> dict[str, Any]:
+    """The arguments of a recipe with an optimizer in the configuration of its paper, or of a public program."""
+    return {"optimizer": optimizer, "settings": {"published": PUBLISHED[optimizer]}}
+
+
+def schedule_free(**settings: Any) -> Recipe:
+    """``ScheduleFree``, which has no schedule, and its own warm-up."""
+    return Recipe((lt.ScheduleFree(),), **{"optimizer": "schedulefree_adamw", **settings})
+
+
+def at_both_rates(name: str, recipe: Callable[[], Recipe], lr: float) -> dict[str, Trick]:
+    """A contender with a rate of its own, and with three times of that."""
+    return {name: Trick(recipe, lr=lr), name + AGAIN: Trick(recipe, rate_of=name, factor=3.0)}
+
+
 TRICKS = {
     PLAIN: Trick(lambda: scheduled("constant"), lr=1e-3),
     "plain, twice the steps": Trick(lambda: scheduled("constant", epochs=2.0)),
-    "cosine": Trick(lambda: scheduled("cosine"), lr=3e-3),
-    "cosine, 3 times the rate": Trick(lambda: scheduled("cosine"), rate_of="cosine", factor=3.0),
+    **at_both_rates("cosine", lambda: scheduled("cosine"), lr=3e-3),
     "wsd": Trick(lambda: scheduled("wsd"), rate_of="cosine"),
     "flat_cos": Trick(lambda: scheduled("flat_cos"), rate_of="cosine"),
     "EMA": Trick(lambda: scheduled("constant", lt.EMA())),
@@ -128,16 +153,18 @@ TRICKS = {
     "cosine, SequenceLengthWarmup": Trick(lambda: scheduled("cosine", lt.SequenceLengthWarmup()), rate_of="cosine"),
     "cosine, SAM, half the steps": Trick(lambda: scheduled("cosine", lt.SAMCallback(), epochs=0.5), rate_of="cosine"),
     "cosine, both rates": Trick(lambda: scheduled("cosine", settings={"others": 10.0}), rate_of="cosine"),
-    "cosine, Muon": Trick(lambda: scheduled("cosine", optimizer="muon"), lr=1e-2),
+    **at_both_rates("cosine, Muon", lambda: scheduled("cosine", optimizer="muon"), lr=1e-2),
     "cosine, Muon, both rates": Trick(
         lambda: scheduled("cosine", optimizer="muon", settings={"others": 0.1}), rate_of="cosine, Muon"
     ),
-    "cosine, Lion": Trick(lambda: scheduled("cosine", optimizer="lion"), lr=3e-4),
-    "cosine, SOAP": Trick(lambda: scheduled("cosine", optimizer="soap"), lr=3e-3),
-    "cosine, AdEMAMix": Trick(lambda: scheduled("cosine", optimizer="ademamix"), lr=3e-3),
-    "ScheduleFree": Trick(lambda: Recipe((lt.ScheduleFree(),), optimizer="schedulefree_adamw"), lr=3e-3),
+    **at_both_rates("cosine, SOAP", lambda: scheduled("cosine", optimizer="soap"), lr=3e-3),
+    **at_both_rates("cosine, Lion", lambda: scheduled("cosine", optimizer="lion"), lr=3e-4),
+    **at_both_rates("cosine, Lion as published", lambda: scheduled("cosine", **as_published("lion")), lr=3e-4),
+    **at_both_rates("cosine, AdEMAMix", lambda: scheduled("cosine", optimizer="ademamix"), lr=3e-3),
+    **at_both_rates("cosine, AdEMAMix as published", lambda: scheduled("cosine", **as_published("ademamix")), lr=3e-3),
+    **at_both_rates("ScheduleFree", schedule_free, lr=3e-3),
+    **at_both_rates("ScheduleFree as published", lambda: schedule_free(**as_published("schedulefree_adamw")), lr=3e-3),
 }
-COSINES = ("cosine", "cosine, 3 times the rate")
 WHY = {
     "cosine": "A quarter of the length chooses too small a rate for it; see that of three times the rate.",
     "cosine, EMA": "As the cosine.",
@@ -200,7 +227,11 @@ class Language(L.LightningModule):
         self.log("test_loss", self.loss_of(batch))
 
     def configure_optimizers(self) -> Any:
-        """The optimizer of that name.
+        """The optimizer of that name."""
+        return self.optimizer_of({})
+
+    def optimizer_of(self, settings: dict[str, Any]) -> Any:
+        """The optimizer of that name, with further settings.
 
         AdamW has the second beta of language models, ScheduleFree the warm-up of the others, and AdEMAMix the decoupled
         weight decay of the others and the warm-up of its paper.
@@ -211,7 +242,7 @@ class Language(L.LightningModule):
             "schedulefree_adamw": {"warmup_steps": round(WARMUP * steps)},
             "ademamix": {"weight_decouple": True, "t_alpha_beta3": steps},
         }.get(self.name, {})
-        return lt.optimizer(self.name, self, self.lr, weight_decay=WEIGHT_DECAY, **further)
+        return lt.optimizer(self.name, self, self.lr, **{"weight_decay": WEIGHT_DECAY, **further, **settings})
 
 
 class TwoRates(Language):
@@ -228,6 +259,18 @@ class TwoRates(Language):
             return muon
         groups = [{key: each[key] for key in ("params", "lr", "weight_decay")} for each in muon.param_groups]
         return torch.optim.AdamW(groups, betas=BETAS)
+
+
+class Published(Language):
+    """The same by an optimizer in the configuration of its paper, or of a public program."""
+
+    def __init__(self, network: nn.Module, name: str, lr: float, published: dict[str, Any]) -> None:
+        super().__init__(network, name, lr)
+        self.published = published
+
+    def configure_optimizers(self) -> Any:
+        """The optimizer of that name in that configuration."""
+        return self.optimizer_of(self.published)
 
 
 class Sequences(L.LightningDataModule):
@@ -286,7 +329,7 @@ def fit(
         callbacks=[TrainingCurve(folder), *in_folder(made.callbacks, folder)],
         **options,
     )
-    kind = TwoRates if made.settings else Language
+    kind = {"others": TwoRates, "published": Published}.get(next(iter(made.settings), ""), Language)
     module = kind(Network(shape), made.optimizer or "adamw", lr, **made.settings)
     return trainer, module, Sequences(load, batch)
 
@@ -338,19 +381,22 @@ def over_cosine(made: dict[str, Any]) -> str:
 
 
 def fair_gains(made: dict[str, Any]) -> dict[str, tuple[str, dict[str, float]]]:
-    """Over AdamW with the same cosine the gains of tricks, and over its better one those of optimizers."""
+    """Over AdamW with the same cosine the gains of tricks, and over its better one those of optimizers, at theirs."""
     finals, found = finals_of(made["runs"]), {}
-    cosines = [name for name in COSINES if name in finals]
-    better = min(cosines, key=lambda name: fmean(run["test_loss"] for run in finals[name].values()), default=None)
-    for name, mine in finals.items():
+    ends: dict[str, list[float]] = {}
+    for curve in made["curves"]:
+        ends.setdefault(curve["trick"], []).append(curve["points"][-1][2])
+
+    def better(name: str) -> str:
+        return min((each for each in (name, name + AGAIN) if each in finals), key=lambda each: fmean(ends[each]))
+
+    for name, mine in finals.items() if "cosine" in finals else ():
+        own = name.removesuffix(AGAIN)
         if TRICKS[name].recipe().optimizer:
-            base, words = better, "AdamW with the better cosine"
-        elif TRICKS[name].rate_of == "cosine" and name.startswith("cosine, ") and name not in COSINES:
-            base, words = "cosine", "AdamW with the same cosine"
-        else:
-            continue
-        if base in finals:
-            found[name] = words, paired(mine, finals[base], "test_loss", -100)
+            if name == better(own):
+                found[name] = "AdamW with the better cosine", paired(mine, finals[better("cosine")], "test_loss", -100)
+        elif own.startswith("cosine, "):
+            found[name] = "AdamW with the same cosine", paired(mine, finals["cosine"], "test_loss", -100)
     return found
 
 
