@@ -312,18 +312,19 @@ def trained() -> dict[str, list[Callable[[], str]]]:
             continue
         made = result(name)
         task = words.format(steps=made["rows"][0]["steps"])  # those of plain training
-        fair = language_model.fair_gains(made) if name == "language_model" else {}
+        bases = language_model.fair_gains(made) if name == "language_model" else None
+        rows = [row for row in made["rows"] if bases is None or row["trick"] in bases]
         for card, tricks in TRAINED.items():
-            if mine := [row for row in made["rows"] if row["trick"] in tricks]:
-                found.setdefault(card, TOLD.get(card, [])[:]).append(partial(gained, task, mine, fair))
+            if mine := [row for row in rows if row["trick"].removesuffix(language_model.AGAIN) in tricks]:
+                found.setdefault(card, TOLD.get(card, [])[:]).append(partial(gained, task, mine, bases or {}))
     return found
 
 
-def gained(task: str, rows: list[dict[str, Any]], fair: dict[str, tuple[str, dict[str, float]]]) -> str:
-    """What tricks bring to a network: over plain training, but where another base is fair, over that."""
+def gained(task: str, rows: list[dict[str, Any]], bases: dict[str, tuple[str, dict[str, float]]]) -> str:
+    """What tricks bring to a network, over plain training where no other base is named."""
     told = []
     for row in rows:
-        base, gain = fair.get(row["trick"], ("", row["gain"]))
+        base, gain = bases.get(row["trick"], ("", row["gain"]))
         regime = REGIMES.get(row["regime"], row["regime"].lower()) if "regime" in row else ""
         told.append(
             f"{row['trick']} {quality_report.interval(gain)}"
@@ -336,13 +337,13 @@ def gained(task: str, rows: list[dict[str, Any]], fair: dict[str, tuple[str, dic
 TASKS = {
     "finetune": "Fine-tuning a pretrained MiniLM for {steps} steps, points over plain training",
     "finetune_images": "Fine-tuning a pretrained EfficientNet-Lite0 for {steps} steps, points over plain training",
-    "language_model": "Training a GPT of a million weights for {steps:,} steps, gains in 0.01 nats over plain training",
+    "language_model": "Training a GPT of a million weights for {steps:,} steps, gains in 0.01 nats",
 }
 TRAINED = {
     "EMA": ("EMA", "cosine, EMA"),
     "PostHocEMA": ("PostHocEMA",),
     "SWA": ("SWA",),
-    "flat_cos": ("flat_cos", "cosine", "cosine, 3 times the rate", "wsd"),
+    "flat_cos": ("flat_cos", "cosine", "wsd"),
     "SAMMixin": ("SAM", "SAM, half the steps", "cosine, SAM, half the steps"),
     "Mixup": ("Mixup",),
     "HiddenMixup": ("HiddenMixup",),
@@ -352,15 +353,17 @@ TRAINED = {
     "SequenceLengthWarmup": ("cosine, SequenceLengthWarmup",),
     "layer_decay_groups": ("layer decay 0.8",),
     "LoRA": ("LoRA, r 4", "LoRA, r 16", "DoRA, r 4", "LoRA, r 4, Muon"),
-    "ScheduleFree": ("ScheduleFree",),
+    "ScheduleFree": ("ScheduleFree", "ScheduleFree as published"),
     "optimizer": (
         "Muon",
         "cosine, Muon",
         "cosine, Muon, both rates",
         "cosine, both rates",
-        "cosine, Lion",
         "cosine, SOAP",
+        "cosine, Lion",
+        "cosine, Lion as published",
         "cosine, AdEMAMix",
+        "cosine, AdEMAMix as published",
     ),
     "average_checkpoints": ("soup of three",),
 }  # the tricks of each card

@@ -10,13 +10,14 @@ from quality_report import PLAIN, interval, sign
 from tables import README, grid, placed
 from tuned import measured_on, table
 
-KINDS = {1: "Better", -1: "Worse", 0: "Not told apart from it"}
+KINDS = {1: "Better", -1: "Worse", 0: "Inconclusive"}
 ACCURACY = "Points of balanced test accuracy"
+REGIMES = {"clean": "Clean labels"}
 STYLES = ("-", "--", ":")  # a colour for each of ten lines, then again in the next style
 
 
 def told(rows: Sequence[dict[str, Any]]) -> str:
-    """The contenders that the intervals tell from plain training, and those that they do not, the best first."""
+    """The contenders that are better than plain training, worse, and neither by their intervals, the best first."""
     (plain,) = (row for row in rows if row["trick"] == PLAIN)
     others = sorted((row for row in rows if row["trick"] != PLAIN), key=lambda row: -row["gain"]["points"])
     parts = [f"Plain training has {plain['mean']:.1f} ± {plain['std']:.1f}."]
@@ -27,11 +28,11 @@ def told(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def most(rows: Sequence[dict[str, Any]], unit: str) -> str:
-    """The largest gain in no more steps than plain training's, if there is one that an interval tells."""
+    """The largest gain in no more steps than plain training's, if the interval of one is above 0."""
     (steps,) = (row["steps"] for row in rows if row["trick"] == PLAIN)
     better = [row for row in rows if sign(row["gain"]) > 0 and row["steps"] <= steps]
     if not better:
-        return "none is told to be better than plain training"
+        return "no contender is better than plain training in as many steps"
     best = max(better, key=lambda row: row["gain"]["points"])
     return (
         f"the best of {len(rows) - 1} is *{best['trick']}*, {interval(best['gain'])} {unit} over plain training, in"
@@ -65,16 +66,18 @@ def section(made: dict[str, Any], words: Words) -> str:
     """One number and the picture, then what came out in each regime, and folded the tables."""
     groups: dict[str, list[dict[str, Any]]] = {}
     for row in made["rows"]:
-        groups.setdefault(row.get("regime", "All of the text"), []).append(row)
+        groups.setdefault(named(row.get("regime", "All of the text")), []).append(row)
     name, missing = made["benchmark"], made["settings"]["not measured"]
+    hours = sum(run["seconds"] for run in made["runs"]) / 3600
     worse = list(dict.fromkeys(row["trick"] for row in made["rows"] if sign(row["gain"]) < 0))
     return "\n\n".join(
         [
             f"#### {words.title}",
             " ".join(f"{regime}: {most(rows, words.unit)}." for regime, rows in groups.items()),
             f"![{words.picture}](results/{name}.svg)",
-            f"`python benchmarks/{name}.py`: {words.scale}. {words.points}, the mean and standard deviation of plain"
-            " training, and differences from it with 95% intervals; bold where the interval leaves out 0.",
+            f"`python benchmarks/{name}.py`: {words.scale}; {hours:.1f} hours of one core. {words.points}: the mean and"
+            " standard deviation of plain training, and differences from it with 95% intervals, bold where the interval"
+            " leaves out 0.",
             "\n".join(
                 [*(f"- **{regime}.** {told(rows)}" for regime, rows in groups.items()), *words.further.splitlines()]
             ),
@@ -85,6 +88,11 @@ def section(made: dict[str, Any], words: Words) -> str:
             "</details>",
         ]
     )
+
+
+def named(regime: str) -> str:
+    """A regime as a heading."""
+    return REGIMES.get(regime, regime)
 
 
 def renew(name: str, text: str) -> None:
@@ -99,30 +107,34 @@ def marks(name: str) -> tuple[str, str]:
 
 
 def draw(path: Path, made: dict[str, Any]) -> None:
-    """Of the first regime the curves of the first seed, and each contender's gain with its interval."""
+    """The curves of the first seed in the regime with the largest gain, and of each contender the gain in all."""
     from matplotlib.figure import Figure
 
-    regime = made["rows"][0]["regime"]
-    rows = [row for row in made["rows"] if row["regime"] == regime]
-    others = sorted((row for row in rows if row["trick"] != PLAIN), key=lambda row: row["gain"]["points"])
-    figure = Figure(figsize=(9.5, 4), layout="constrained")
+    groups: dict[str, dict[str, dict[str, Any]]] = {}
+    for row in made["rows"]:
+        groups.setdefault(row["regime"], {})[row["trick"]] = row
+    regime, rows = max(groups.items(), key=lambda each: max(row["gain"]["low"] for row in each[1].values()))
+    order = sorted(rows, key=lambda trick: rows[trick]["gain"]["points"])
+    order.remove(PLAIN)
+    figure = Figure(figsize=(9.5, 1.2 + 0.26 * len(order)), layout="constrained")
     left, right = figure.subplots(1, 2)
-    looks = {row["trick"]: look(place) for place, row in enumerate(rows)}
+    looks = {trick: look(place) for place, trick in enumerate(rows)}
     for line in made["curves"]:
         places, _, values = zip(*line["points"], strict=True)
-        if line["trick"] not in looks or (line["regime"], line["seed"]) != (regime, 0):
-            continue
-        if places[-1] == rows[0]["steps"]:  # not those of other lengths
+        if (line["regime"], line["seed"]) == (regime, 0) and places[-1] == rows[PLAIN]["steps"]:  # not of other lengths
             left.plot(places, [100 * value for value in values], label=line["trick"], **looks[line["trick"]])
-    left.set(xlabel="steps", ylabel="balanced validation accuracy, first seed")
+    left.set(xlabel="steps", ylabel="balanced validation accuracy, first seed", title=named(regime))
     left.legend(frameon=False, fontsize=7)
-    for height, row in enumerate(others):
-        gain, colour = row["gain"], looks[row["trick"]]["color"]
-        right.plot([gain["low"], gain["high"]], [height, height], color=colour, linewidth=1.6)
-        right.plot(gain["points"], height, "o", color=colour, ms=4)
+    for place, (name, mine) in enumerate(groups.items()):
+        shift = 0.3 * ((len(groups) - 1) / 2 - place)
+        heights = [height + shift for height, trick in enumerate(order) if trick in mine]
+        gains = [mine[trick]["gain"] for trick in order if trick in mine]
+        spread = [[gain["points"] - gain["low"] for gain in gains], [gain["high"] - gain["points"] for gain in gains]]
+        right.errorbar([gain["points"] for gain in gains], heights, xerr=spread, fmt="o", ms=4, label=named(name))
     right.axvline(0, color="#999999", linewidth=1)
     right.set_xlabel("points over plain training, with 95% intervals")
-    right.set_yticks(range(len(others)), [row["trick"] for row in others], fontsize=8)
+    right.set_yticks(range(len(order)), order, fontsize=8)
+    right.legend(frameon=False, fontsize=8, loc="lower right")
     for axis in (left, right):
         axis.spines[["top", "right"]].set_visible(False)
     save(figure, path)

@@ -376,27 +376,35 @@ def over_cosine(made: dict[str, Any]) -> str:
     """What is told of the gains over AdamW with a cosine."""
     groups: dict[str, list[str]] = {}
     for name, (base, gain) in sorted(fair_gains(made).items(), key=lambda each: -each[1][1]["points"]):
-        groups.setdefault(base, []).append(f"{name.removeprefix('cosine, ')} {interval(gain)}")
+        if base != "plain training":
+            groups.setdefault(base, []).append(f"{name.removeprefix('cosine, ')} {interval(gain)}")
     return "\n".join(f"- **Over {base}.** {'; '.join(told)}." for base, told in sorted(groups.items()))
 
 
 def fair_gains(made: dict[str, Any]) -> dict[str, tuple[str, dict[str, float]]]:
-    """Over AdamW with the same cosine the gains of tricks, and over its better one those of optimizers, at theirs."""
+    """The gains of optimizers, at the better of their rates, over AdamW's better cosine, and those of other tricks.
+
+    These are over AdamW with the same cosine, or over plain training.
+    """
     finals, found = finals_of(made["runs"]), {}
     ends: dict[str, list[float]] = {}
     for curve in made["curves"]:
         ends.setdefault(curve["trick"], []).append(curve["points"][-1][2])
 
     def better(name: str) -> str:
-        return min((each for each in (name, name + AGAIN) if each in finals), key=lambda each: fmean(ends[each]))
+        measured = [each for each in (name, name + AGAIN) if each in finals]
+        return min(measured, key=lambda each: fmean(ends[each]), default="")
 
-    for name, mine in finals.items() if "cosine" in finals else ():
-        own = name.removesuffix(AGAIN)
+    for name, mine in finals.items():
+        own, base, words = name.removesuffix(AGAIN), PLAIN, "plain training"
         if TRICKS[name].recipe().optimizer:
-            if name == better(own):
-                found[name] = "AdamW with the better cosine", paired(mine, finals[better("cosine")], "test_loss", -100)
+            if name != better(own):
+                continue
+            base, words = better("cosine"), "AdamW with the better cosine"
         elif own.startswith("cosine, "):
-            found[name] = "AdamW with the same cosine", paired(mine, finals["cosine"], "test_loss", -100)
+            base, words = "cosine", "AdamW with the same cosine"
+        if base in finals and name != PLAIN:
+            found[name] = words, paired(mine, finals[base], "test_loss", -100)
     return found
 
 

@@ -13,7 +13,7 @@ import json
 from collections.abc import Callable, Collection, Mapping, Sequence, Sized
 from functools import partial
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean, median, stdev
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
@@ -246,6 +246,7 @@ def rows(runs: Sequence[dict[str, Any]], metric: str, notes: Mapping[str, dict[s
             "mean": round(fmean(abs(factor) * run[score] for run in mine.values()), 2),
             "std": round(stdev(abs(factor) * run[score] for run in mine.values()), 2),
             "gain": paired(mine, plain, score, factor),
+            "seconds": round(median(run["seconds"] for run in mine.values()), 1),
             "over_plain": notes[name]["over_plain"],
             "peak_mib": notes[name]["peak_mib"],
         }
@@ -282,15 +283,13 @@ def measured_on(machines: Sequence[Mapping[str, Any]]) -> str:
     told = [words if len(found) == 1 else f"{', '.join(dict.fromkeys(of))} on {words}" for words, of in found.items()]
     busiest = max(machines, key=lambda line: line["load"][0] / line["cores"])
     load, cores = busiest["load"][0], busiest["cores"]
-    busy = f" Other work ran beside (a load of {load:.0f} on {cores} cores); times are those of the processor." * (
-        load > cores
-    )
+    busy = f" Other work ran beside (a load of {load:.0f} on {cores} cores); times are CPU time." * (load > cores)
     return f"Measured on: {'; '.join(told)}.{busy}"
 
 
 def table(found: Sequence[dict[str, Any]]) -> str:
     """The rows in Markdown."""
-    head = ["", "test", "points over plain", "steps", "learning rate", "time over plain's", "peak MiB"]
+    head = ["", "test", "points over plain", "steps", "learning rate", "seconds", "time over plain's", "peak MiB"]
     return grid(
         head,
         [
@@ -300,6 +299,7 @@ def table(found: Sequence[dict[str, Any]]) -> str:
                 "" if row["trick"] == PLAIN else interval(row["gain"]),
                 f"{row['steps']:,}",
                 f"{row['lr']:g}",
+                f"{row['seconds']:,.0f}",
                 f"{row['over_plain']:.2f}",
                 f"{row['peak_mib']:,.0f}",
             )

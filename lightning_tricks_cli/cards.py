@@ -42,7 +42,6 @@ REGIMES = {
 }
 IMPORTS = "With `import lightning as L` and `import lightning_tricks as lt`; [the other names](README.md)."
 MEANT_TO_HELP = ("Samples", "Losses", "Optimizers", "Fine-tuning")  # groups whose tricks should make results better
-FEW = 9  # settings, which a table shows as well as a picture
 
 
 def card(name: str) -> str:
@@ -197,18 +196,15 @@ def _gains(row: Row) -> str:
         " where that leaves out 0. [How it was measured](../../benchmarks/README.md#how-it-was-measured)."
     )
     summary = "\n".join(_bullet(_summary(trick, rows)) for trick, rows in gains.items())
-    table = "\n".join(lines)
-    if picture := forest(row):
-        shown = f"![Points over plain training with 95% intervals, in all settings: {', '.join(gains)}]({picture})"
-        table = f"{shown}\n\n<details>\n<summary>The figures</summary>\n\n{table}\n\n</details>"
-    return "\n\n".join([summary, table, *told, fill(note, 120, break_long_words=False, break_on_hyphens=False)])
+    shown = f"![Points over plain training with 95% intervals, in all settings: {', '.join(gains)}]({forest(row)})"
+    table = "\n".join(["<details>", "<summary>The figures</summary>", "", *lines, "", "</details>"])
+    return "\n\n".join([summary, shown, table, *told, fill(note, 120, break_long_words=False, break_on_hyphens=False)])
 
 
 def forest(row: Row) -> str:
-    """The name of the picture that a card has of gains in many settings; empty if they are few."""
-    found = [evidence()["gains"].get(name, {}) for name in (*row.names, *row.beside)]
-    longest = max((len(rows) for tricks in found for rows in tricks.values()), default=0)
-    return f"gains_{row.names[0]}.svg" if longest > FEW else ""
+    """The name of the picture that a card has of its gains; empty if there are none."""
+    measured = any(name in evidence()["gains"] for name in (*row.names, *row.beside))
+    return f"gains_{row.names[0]}.svg" if measured else ""
 
 
 def _summary(trick: str, rows: list[dict[str, Any]]) -> str:
