@@ -274,7 +274,8 @@ def section(made: dict[str, Any]) -> str:
     """The part of the README."""
     settings = made["settings"]
     samples = ", ".join(f"{size:,} definitions ({regime})" for regime, size in settings["training samples"].items())
-    scale = f"AdamW at a tuned constant rate is plain training; {samples}, of at most {settings['tokens']} tokens"
+    scale = f"AdamW at a tuned constant rate is plain training; {samples}, of at most {settings['tokens']} tokens,"
+    scale += " without the embeddings of tokens that none has"
     return finetune_report.section(made, Words(TITLE, f"{scale}; {finetune_report.fine_tuned(settings)}", WHY))
 
 

@@ -8,10 +8,10 @@ All train for 1,000 steps of 8 sequences, with gradients clipped to a norm of 1 
 language models are trained. AdamW at a constant rate is plain training; each optimizer has a rate of its own, chosen in
 a quarter of the length (``tuned.py``), and the other optimizers have the cosine beside which they were proposed. A
 quarter may choose too small a rate for the whole: each optimizer beside a cosine, and ``ScheduleFree``, also has three
-times of it, and optimizers are compared at the better one of the two, by the loss at the end of training. Averages have
-plain training's rate, other schedules the cosine's. Muon trains embeddings by AdamW at its own rate, which is some ten
-times that of plain AdamW: *both rates* is AdamW with ten times its rate for them, and Muon with a tenth. An optimizer
-that is worse than its paper has it is also run *as published*, in the configuration of the paper or of a public program
+times of it, and optimizers are compared at the better one of the two, by the validation loss. Averages have plain
+training's rate, other schedules the cosine's. Muon trains embeddings by AdamW at its own rate, which is some ten times
+that of plain AdamW: *both rates* is AdamW with ten times its rate for them, and Muon with a tenth. An optimizer that is
+worse than its paper has it is also run *as published*, in the configuration of the paper or of a public program
 (``PUBLISHED``). SAM, whose step takes twice as long, has half of the steps. The loss is in nats per byte; ``curves``
 has the mean training loss and the seconds of every fortieth of training, for ``language_model.svg``.
 
@@ -387,13 +387,10 @@ def fair_gains(made: dict[str, Any]) -> dict[str, tuple[str, dict[str, float]]]:
     These are over AdamW with the same cosine, or over plain training.
     """
     finals, found = finals_of(made["runs"]), {}
-    ends: dict[str, list[float]] = {}
-    for curve in made["curves"]:
-        ends.setdefault(curve["trick"], []).append(curve["points"][-1][2])
 
     def better(name: str) -> str:
         measured = [each for each in (name, name + AGAIN) if each in finals]
-        return min(measured, key=lambda each: fmean(ends[each]), default="")
+        return min(measured, key=lambda each: fmean(run["val_loss"] for run in finals[each].values()), default="")
 
     for name, mine in finals.items():
         own, base, words = name.removesuffix(AGAIN), PLAIN, "plain training"

@@ -90,7 +90,7 @@ def measure(
     for name, (lr, _) in fits.items():
         what = {"part": FINALS, "trick": name, "lr": lr}
         runs += [
-            {**what, "steps": run["steps"], "seed": seed, **run_of(run, (f"test_{metric}",))}
+            {**what, "steps": run["steps"], "seed": seed, **run_of(run, (f"val_{metric}", f"test_{metric}"))}
             for seed, run in enumerate(found[name])
         ]
     notes = noted(contenders, chosen, budget, folder, device)

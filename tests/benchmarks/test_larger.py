@@ -199,18 +199,17 @@ def test_contenders_are_compared_with_the_cosine_that_is_fair_to_them_seed_by_se
     losses |= {"EMA": (1.0, 1.0), "cosine, Muon": (1.2, 1.4), "cosine, Muon" + again: (1.6, 1.5)}
     losses |= {"ScheduleFree": (2.5, 2.8), "ScheduleFree" + again: (2.1, 2.3)}
     runs = [
-        {"part": "finals", "trick": trick, "seed": seed, "test_loss": loss}
+        {"part": "finals", "trick": trick, "seed": seed, "val_loss": loss, "test_loss": loss}
         for trick, of in losses.items()
         for seed, loss in enumerate(of)
     ]
-    ends = [{"trick": run["trick"], "points": [[8, 1.0, 9.0], [1000, 2.0, run["test_loss"] + 0.1]]} for run in runs]
-    assert language.over_cosine({"runs": runs, "curves": ends}).splitlines() == [
+    assert language.over_cosine({"runs": runs}).splitlines() == [
         "- **Over AdamW with the better cosine.** Muon **+80.0** (+80.0 to +80.0);"
         " ScheduleFree, 3 times the rate **-10.0** (-10.0 to -10.0).",
         "- **Over AdamW with the same cosine.** EMA **-10.0** (-10.0 to -10.0).",
     ]
     alone = [run for run in runs if "cosine" not in run["trick"]]
-    assert language.over_cosine({"runs": alone, "curves": ends}) == ""
+    assert language.over_cosine({"runs": alone}) == ""
 
 
 def test_a_card_names_the_base_of_a_gain_that_is_not_over_plain_training() -> None:
