@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from lightning_tricks_cli.cards import evidence
 from lightning_tricks_cli.cards import forest as name
+from lightning_tricks_cli.cards import gains_of
 from lightning_tricks_cli.catalogue import Row
 
 __all__ = ["draw", "name"]
@@ -20,7 +20,7 @@ def draw(path: Path, row: Row) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    gains = {trick: of for each in (*row.names, *row.beside) for trick, of in evidence()["gains"].get(each, {}).items()}
+    gains = gains_of(row)
     settings = list(dict.fromkeys(each["setting"] for of in gains.values() for each in of))
     points = [each["points"] for of in gains.values() for each in of]
     height = 0.9 + len(settings) * (0.11 + 0.07 * len(gains))

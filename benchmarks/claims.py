@@ -143,11 +143,7 @@ TRIALS = {
         base="AdamW, a cosine, weight decay 0.1",
     ),
 }
-# Tricks whose trial is that of another one.
-OF = {
-    "Muon, both rates": "Muon",
-    'HardExampleFilter, mode="loss"': "HardExampleFilter",
-}  # tricks whose trial is that of another one
+OF = {"Muon, both rates": "Muon"}  # tricks whose trial is that of another one
 OTHERWISE = {
     "plain, half the epochs": "What stopping early does; no paper's.",
     "plain, twice the epochs": "What longer training does; no paper's.",
@@ -162,7 +158,7 @@ OTHERWISE = {
     "AutoClip": "The paper separates the sources of audio by recurrent networks (arXiv 2007.14469).",
     "AdaptiveClip": "It makes ResNets without normalization train in large batches (arXiv 2102.06171).",
     "HardExampleFilter": "The paper has images.",
-    'HardExampleFilter, mode="loss"': "As above.",
+    'HardExampleFilter, mode="loss"': "The paper detects objects: most regions are background (arXiv 1604.03540).",
     "LayerFreezing": "It saves time, and costs some accuracy (arXiv 1706.04983).",
     "rounded to int4": "Rounding saves memory.",
     "stochastic depth 0.2": "It is for residual networks of a hundred layers (arXiv 1603.09382); ours has two blocks.",

@@ -312,11 +312,11 @@ def trained() -> dict[str, list[Callable[[], str]]]:
             continue
         made = result(name)
         task = words.format(steps=made["rows"][0]["steps"])  # those of plain training
-        bases = language_model.fair_gains(made) if name == "language_model" else None
-        rows = [row for row in made["rows"] if bases is None or row["trick"] in bases]
+        bases = language_model.fair_gains(made) if name == "language_model" else {}
+        rows = [row for row in made["rows"] if not bases or row["trick"] in bases]
         for card, tricks in TRAINED.items():
-            if mine := [row for row in rows if row["trick"].removesuffix(language_model.AGAIN) in tricks]:
-                found.setdefault(card, TOLD.get(card, [])[:]).append(partial(gained, task, mine, bases or {}))
+            if mine := [row for row in rows if language_model.own(row["trick"]) in tricks]:
+                found.setdefault(card, TOLD.get(card, [])[:]).append(partial(gained, task, mine, bases))
     return found
 
 
@@ -353,7 +353,7 @@ TRAINED = {
     "SequenceLengthWarmup": ("cosine, SequenceLengthWarmup",),
     "layer_decay_groups": ("layer decay 0.8",),
     "LoRA": ("LoRA, r 4", "LoRA, r 16", "DoRA, r 4", "LoRA, r 4, Muon"),
-    "ScheduleFree": ("ScheduleFree", "ScheduleFree as published"),
+    "ScheduleFree": ("ScheduleFree",),
     "optimizer": (
         "Muon",
         "cosine, Muon",

@@ -137,13 +137,13 @@ def section(made: dict[str, Any]) -> str:
             f"`python benchmarks/gain_scaling.py`: the language model for {budget['steps']} steps, {budget['seeds']}"
             " seeds, with a 256th, a 64th and a 16th of the text (each sample is drawn sixteen times, four times and"
             " once on average), and with all of the text and 1, 4 and 16 times the weights of the blocks, each at"
-            f" learning rates of its own; {hours:.1f} hours of one core. Times over plain training's: {times}."
+            f" learning rates of its own; {hours:.1f} hours in one thread. Times over plain training's: {times}."
             " Hundredths of a nat per byte over AdamW at a constant rate, with 95% intervals, at the smallest and the"
             " largest size; the trend is that of the differences of runs with the same seed.",
             "\n".join(lines),
             f"<details>\n<summary>All figures</summary>\n\n{measured_on(machines)}",
             grid(head, cells),
-            grid(["worse", "why"], [(name, WHY.get(name, "")) for name in worse]),
+            *([grid(["worse", "why"], [(name, WHY.get(name, "")) for name in worse])] if worse else []),
             "</details>",
         ]
     )

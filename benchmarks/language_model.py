@@ -8,10 +8,10 @@ All train for 1,000 steps of 8 sequences, with gradients clipped to a norm of 1 
 language models are trained. AdamW at a constant rate is plain training; each optimizer has a rate of its own, chosen in
 a quarter of the length (``tuned.py``), and the other optimizers have the cosine beside which they were proposed. A
 quarter may choose too small a rate for the whole: each optimizer beside a cosine, and ``ScheduleFree``, also has three
-times of it, and optimizers are compared at the better one of the two, by the validation loss. Averages have plain
-training's rate, other schedules the cosine's. Muon trains embeddings by AdamW at its own rate, which is some ten times
-that of plain AdamW: *both rates* is AdamW with ten times its rate for them, and Muon with a tenth. An optimizer that is
-worse than its paper has it is also run *as published*, in the configuration of the paper or of a public program
+times of it, and ten times where three are better; optimizers are compared at the best one, by validation. Averages have
+plain training's rate, other schedules the cosine's. Muon trains embeddings by AdamW at its own rate, which is some ten
+times that of plain AdamW: *both rates* is AdamW with ten times its rate for them, and Muon with a tenth. An optimizer
+that is worse than its paper has it is also run *as published*, in the configuration of the paper or of a public program
 (``PUBLISHED``). SAM, whose step takes twice as long, has half of the steps. The loss is in nats per byte; ``curves``
 has the mean training loss and the seconds of every fortieth of training, for ``language_model.svg``.
 
@@ -120,10 +120,9 @@ def scheduled(name: str, *others: Any, **settings: Any) -> Recipe:
 
 PUBLISHED: dict[str, dict[str, Any]] = {
     "lion": {"betas": (0.95, 0.98), "weight_decay": 1.0},  # its section 5: language models, ten times AdamW's decay
-    "ademamix": {"betas": (0.9, 0.999, 0.999), "alpha": 8.0},  # that of shorter runs in the program of arXiv 2509.01440
-    "schedulefree_adamw": {"betas": (0.9, 0.9999)},  # that of language models in the same program
+    "ademamix": {"betas": (0.9, 0.999, 0.999), "alpha": 8.0},  # in scripts of arXiv 2509.01440's program
 }
-AGAIN = ", 3 times the rate"
+TIMES = {3.0: ", 3 times the rate", 10.0: ", 10 times the rate"}
 
 
 def as_published(optimizer: str) -> dict[str, Any]:
@@ -131,20 +130,21 @@ def as_published(optimizer: str) -> dict[str, Any]:
     return {"optimizer": optimizer, "settings": {"published": PUBLISHED[optimizer]}}
 
 
-def schedule_free(**settings: Any) -> Recipe:
-    """``ScheduleFree``, which has no schedule, and its own warm-up."""
-    return Recipe((lt.ScheduleFree(),), **{"optimizer": "schedulefree_adamw", **settings})
+def at_rates(name: str, recipe: Callable[[], Recipe], lr: float, most: float = 3.0) -> dict[str, Trick]:
+    """A contender with a rate of its own, and with three times of it, and ten times where three are better."""
+    times = {name + words: Trick(recipe, rate_of=name, factor=factor) for factor, words in TIMES.items()}
+    return {name: Trick(recipe, lr=lr), **{each: trick for each, trick in times.items() if trick.factor <= most}}
 
 
-def at_both_rates(name: str, recipe: Callable[[], Recipe], lr: float) -> dict[str, Trick]:
-    """A contender with a rate of its own, and with three times of that."""
-    return {name: Trick(recipe, lr=lr), name + AGAIN: Trick(recipe, rate_of=name, factor=3.0)}
+def own(name: str) -> str:
+    """A contender without the words for a multiple of its rate."""
+    return name.removesuffix(TIMES[3.0]).removesuffix(TIMES[10.0])
 
 
 TRICKS = {
     PLAIN: Trick(lambda: scheduled("constant"), lr=1e-3),
     "plain, twice the steps": Trick(lambda: scheduled("constant", epochs=2.0)),
-    **at_both_rates("cosine", lambda: scheduled("cosine"), lr=3e-3),
+    **at_rates("cosine", lambda: scheduled("cosine"), lr=3e-3, most=10.0),
     "wsd": Trick(lambda: scheduled("wsd"), rate_of="cosine"),
     "flat_cos": Trick(lambda: scheduled("flat_cos"), rate_of="cosine"),
     "EMA": Trick(lambda: scheduled("constant", lt.EMA())),
@@ -153,17 +153,18 @@ TRICKS = {
     "cosine, SequenceLengthWarmup": Trick(lambda: scheduled("cosine", lt.SequenceLengthWarmup()), rate_of="cosine"),
     "cosine, SAM, half the steps": Trick(lambda: scheduled("cosine", lt.SAMCallback(), epochs=0.5), rate_of="cosine"),
     "cosine, both rates": Trick(lambda: scheduled("cosine", settings={"others": 10.0}), rate_of="cosine"),
-    **at_both_rates("cosine, Muon", lambda: scheduled("cosine", optimizer="muon"), lr=1e-2),
+    **at_rates("cosine, Muon", lambda: scheduled("cosine", optimizer="muon"), lr=1e-2),
     "cosine, Muon, both rates": Trick(
         lambda: scheduled("cosine", optimizer="muon", settings={"others": 0.1}), rate_of="cosine, Muon"
     ),
-    **at_both_rates("cosine, SOAP", lambda: scheduled("cosine", optimizer="soap"), lr=3e-3),
-    **at_both_rates("cosine, Lion", lambda: scheduled("cosine", optimizer="lion"), lr=3e-4),
-    **at_both_rates("cosine, Lion as published", lambda: scheduled("cosine", **as_published("lion")), lr=3e-4),
-    **at_both_rates("cosine, AdEMAMix", lambda: scheduled("cosine", optimizer="ademamix"), lr=3e-3),
-    **at_both_rates("cosine, AdEMAMix as published", lambda: scheduled("cosine", **as_published("ademamix")), lr=3e-3),
-    **at_both_rates("ScheduleFree", schedule_free, lr=3e-3),
-    **at_both_rates("ScheduleFree as published", lambda: schedule_free(**as_published("schedulefree_adamw")), lr=3e-3),
+    **at_rates("cosine, SOAP", lambda: scheduled("cosine", optimizer="soap"), lr=3e-3),
+    **at_rates("cosine, Lion", lambda: scheduled("cosine", optimizer="lion"), lr=3e-4, most=10.0),
+    **at_rates("cosine, Lion as published", lambda: scheduled("cosine", **as_published("lion")), lr=3e-4),
+    **at_rates("cosine, AdEMAMix", lambda: scheduled("cosine", optimizer="ademamix"), lr=3e-3),
+    **at_rates("cosine, AdEMAMix as published", lambda: scheduled("cosine", **as_published("ademamix")), lr=3e-3),
+    **at_rates(
+        "ScheduleFree", lambda: Recipe((lt.ScheduleFree(),), optimizer="schedulefree_adamw"), lr=3e-3, most=10.0
+    ),
 }
 WHY = {
     "cosine": "A quarter of the length chooses too small a rate for it; see that of three times the rate.",
@@ -351,7 +352,7 @@ def settings_of(scale: Scale) -> dict[str, Any]:
 def result(made: dict[str, list[Any]], drawn: list[dict[str, Any]], scale: Scale) -> dict[str, Any]:
     """The figures."""
     missing = [name for name in TRICKS if name not in {row["trick"] for row in made["rows"]}]
-    settings = settings_of(scale) | {"not measured": missing}
+    settings = settings_of(scale) | {"published": PUBLISHED, "not measured": missing}
     return {"benchmark": "language_model", "settings": settings, **made, "curves": drawn}
 
 
@@ -382,23 +383,23 @@ def over_cosine(made: dict[str, Any]) -> str:
 
 
 def fair_gains(made: dict[str, Any]) -> dict[str, tuple[str, dict[str, float]]]:
-    """The gains of optimizers, at the better of their rates, over AdamW's better cosine, and those of other tricks.
+    """The gains of optimizers, at the best of their rates, over AdamW's best cosine, and those of other tricks.
 
     These are over AdamW with the same cosine, or over plain training.
     """
     finals, found = finals_of(made["runs"]), {}
+    losses = {name: fmean(run["val_loss"] for run in mine.values()) for name, mine in finals.items()}
 
-    def better(name: str) -> str:
-        measured = [each for each in (name, name + AGAIN) if each in finals]
-        return min(measured, key=lambda each: fmean(run["val_loss"] for run in finals[each].values()), default="")
+    def best(name: str) -> str:
+        return min((each for each in finals if own(each) == name), key=losses.__getitem__, default="")
 
     for name, mine in finals.items():
-        own, base, words = name.removesuffix(AGAIN), PLAIN, "plain training"
-        if TRICKS[name].recipe().optimizer:
-            if name != better(own):
+        base, words, recipe = PLAIN, "plain training", TRICKS[name].recipe()
+        if recipe.optimizer or recipe.settings:
+            if name != best(own(name)):
                 continue
-            base, words = better("cosine"), "AdamW with the better cosine"
-        elif own.startswith("cosine, "):
+            base, words = best("cosine"), "AdamW with the best cosine"
+        elif own(name).startswith("cosine, "):
             base, words = "cosine", "AdamW with the same cosine"
         if base in finals and name != PLAIN:
             found[name] = words, paired(mine, finals[base], "test_loss", -100)
@@ -406,12 +407,14 @@ def fair_gains(made: dict[str, Any]) -> dict[str, tuple[str, dict[str, float]]]:
 
 
 def draw(path: Path, made: dict[str, Any]) -> None:
-    """The training loss of the first seed, against steps and against seconds, but for averages."""
+    """The training loss of the first seed, against steps and against seconds, of what is compared but for averages."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9.5, 3.6), layout="constrained")
     axes = figure.subplots(1, 2, sharey=True)
-    shown = [each for each in made["curves"] if each["seed"] == 0 and not each["trick"].endswith("EMA")]
+    told = {PLAIN, *fair_gains(made)}
+    shown = [each for each in made["curves"] if each["seed"] == 0 and each["trick"] in told]
+    shown = [each for each in shown if not each["trick"].endswith("EMA")]
     for place, curve in enumerate(shown):
         steps, seconds, losses = zip(*curve["points"], strict=True)
         for axis, along in zip(axes, (steps, seconds), strict=True):

@@ -283,7 +283,9 @@ def measured_on(machines: Sequence[Mapping[str, Any]]) -> str:
     told = [words if len(found) == 1 else f"{', '.join(dict.fromkeys(of))} on {words}" for words, of in found.items()]
     busiest = max(machines, key=lambda line: line["load"][0] / line["cores"])
     load, cores = busiest["load"][0], busiest["cores"]
-    busy = f" Other work ran beside (a load of {load:.0f} on {cores} cores); times are CPU time." * (load > cores)
+    busy = f" Other work ran beside (a load of {load:.0f} on {cores} cores); times over plain's are CPU time." * (
+        load > cores
+    )
     return f"Measured on: {'; '.join(told)}.{busy}"
 
 

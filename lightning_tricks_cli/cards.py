@@ -181,10 +181,7 @@ def _bullet(text: str) -> str:
 def _gains(row: Row) -> str:
     """What was found, and a table of the differences from plain training with their intervals."""
     told = [fill(text, 120, break_long_words=False) for text in evidence()["told"].get(row.names[0], [])]
-    gains: dict[str, list[dict[str, Any]]] = {}
-    for name in (*row.names, *row.beside):
-        gains |= evidence()["gains"].get(name, {})
-    if not gains:
+    if not (gains := gains_of(row)):
         unknown = row.group in MEANT_TO_HELP and row.names[0] not in evidence()["measured"]
         return "\n\n".join(told) or ("Its gain was not measured on our tasks." if unknown else "")
     lines = [f"| task | {' | '.join(f'`{trick}`' for trick in gains)} |", f"|---|{'---|' * len(gains)}"]
@@ -201,10 +198,14 @@ def _gains(row: Row) -> str:
     return "\n\n".join([summary, shown, table, *told, fill(note, 120, break_long_words=False, break_on_hyphens=False)])
 
 
+def gains_of(row: Row) -> dict[str, list[dict[str, Any]]]:
+    """By variant of what is on a card its gains in all settings."""
+    return {trick: of for name in (*row.names, *row.beside) for trick, of in evidence()["gains"].get(name, {}).items()}
+
+
 def forest(row: Row) -> str:
     """The name of the picture that a card has of its gains; empty if there are none."""
-    measured = any(name in evidence()["gains"] for name in (*row.names, *row.beside))
-    return f"gains_{row.names[0]}.svg" if measured else ""
+    return f"gains_{row.names[0]}.svg" if gains_of(row) else ""
 
 
 def _summary(trick: str, rows: list[dict[str, Any]]) -> str:

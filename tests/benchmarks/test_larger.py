@@ -194,22 +194,36 @@ def test_an_epoch_is_as_long_as_the_run_asks(samples: int) -> None:
 
 def test_contenders_are_compared_with_the_cosine_that_is_fair_to_them_seed_by_seed() -> None:
     language = part("language_model")
-    again = language.AGAIN
+    again, most = language.TIMES.values()
     losses = {"plain": (2.0, 2.1), "cosine": (2.2, 2.4), "cosine" + again: (2.0, 2.2), "cosine, EMA": (2.3, 2.5)}
     losses |= {"EMA": (1.0, 1.0), "cosine, Muon": (1.2, 1.4), "cosine, Muon" + again: (1.6, 1.5)}
-    losses |= {"ScheduleFree": (2.5, 2.8), "ScheduleFree" + again: (2.1, 2.3)}
+    losses |= {"ScheduleFree": (2.0, 2.1), "ScheduleFree" + again: (2.1, 2.3), "ScheduleFree" + most: (1.0, 1.0)}
     runs = [
         {"part": "finals", "trick": trick, "seed": seed, "val_loss": loss, "test_loss": loss}
         for trick, of in losses.items()
         for seed, loss in enumerate(of)
     ]
+    for run in runs:
+        run["val_loss"] *= -1 if "ScheduleFree" in run["trick"] else 1
     assert language.over_cosine({"runs": runs}).splitlines() == [
-        "- **Over AdamW with the better cosine.** Muon **+80.0** (+80.0 to +80.0);"
+        "- **Over AdamW with the best cosine.** Muon **+80.0** (+80.0 to +80.0);"
         " ScheduleFree, 3 times the rate **-10.0** (-10.0 to -10.0).",
         "- **Over AdamW with the same cosine.** EMA **-10.0** (-10.0 to -10.0).",
     ]
     alone = [run for run in runs if "cosine" not in run["trick"]]
     assert language.over_cosine({"runs": alone}) == ""
+
+
+def test_the_best_of_several_rates_has_a_higher_one_beside_it() -> None:
+    language = part("language_model")
+    committed = json.loads((BENCHMARKS / "results" / "language_model.json").read_text())
+    losses: dict[str, dict[float, list[float]]] = {}
+    for run in committed["runs"]:
+        if run["part"] == "finals":
+            losses.setdefault(language.own(run["trick"]), {}).setdefault(run["lr"], []).append(run["val_loss"])
+    several = [of for of in losses.values() if len(of) > 1]
+    assert len(several) >= 6
+    assert not [of for of in several if min(of, key=lambda lr: sum(of[lr])) == max(of)]
 
 
 def test_a_card_names_the_base_of_a_gain_that_is_not_over_plain_training() -> None:
