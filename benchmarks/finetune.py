@@ -77,9 +77,9 @@ class Scale(NamedTuple):
     regimes: tuple[str, ...]
 
 
-def adapters(optimizer: str = "adamw", **settings: Any) -> Recipe:
+def adapters(*others: Any, optimizer: str = "adamw", **settings: Any) -> Recipe:
     """Low-rank adapters of the attention, beside a head that trains in full."""
-    return Recipe((lt.LoRA(ATTENTION, train=HEAD, **settings),), optimizer=optimizer)
+    return Recipe((lt.LoRA(ATTENTION, train=HEAD, **settings), *others), optimizer=optimizer)
 
 
 def scheduled(name: str) -> Recipe:
@@ -106,13 +106,16 @@ TRICKS = {
     "label smoothing 0.1": Trick(lambda: Recipe(smoothing=0.1)),
     "LoRA, r 4": Trick(lambda: adapters(r=4), lr=1e-3),
     "LoRA, r 16": Trick(lambda: adapters(r=16), lr=1e-3),
+    "LoRA, r 16, linear": Trick(lambda: adapters(lt.LRSchedule("linear", warmup=0.06), r=16), lr=1e-3),  # its paper's
     "DoRA, r 4": Trick(lambda: adapters(r=4, variant="dora"), lr=1e-3),
-    "LoRA, r 4, Muon": Trick(lambda: adapters("muon", r=4), lr=1e-3),
+    "LoRA, r 4, Muon": Trick(lambda: adapters(optimizer="muon", r=4), lr=1e-3),
     "ScheduleFree": Trick(lambda: Recipe((lt.ScheduleFree(),), optimizer="schedulefree_adamw"), lr=1e-4),
     "Muon": Trick(lambda: Recipe(optimizer="muon"), lr=1e-4),
 }
 
 WHY = {
+    "LoRA, r 16": "Its paper has a rate that falls linearly (arXiv 2106.09685), see that.",
+    "Muon": "As others found of networks that AdamW has trained (arXiv 2605.10468).",
     "SAM, half the steps": "The paper gives plain training twice the epochs instead (arXiv 2010.01412).",
     "soup of three": "The paper averages trainings that end in one basin (arXiv 2203.05482); these have just begun.",
 }  # of those that are worse
