@@ -166,14 +166,18 @@ TRICKS = {
         "ScheduleFree", lambda: Recipe((lt.ScheduleFree(),), optimizer="schedulefree_adamw"), lr=3e-3, most=10.0
     ),
 }
+SMALL, LARGE = "A quarter of the length chooses too small a rate; see three times of it.", "Too large a rate."
 WHY = {
-    "cosine": "A quarter of the length chooses too small a rate for it; see that of three times the rate.",
+    **dict.fromkeys(("cosine", "cosine, Lion", "ScheduleFree"), SMALL),
+    **dict.fromkeys((name + TIMES[10.0] for name in ("cosine", "cosine, Lion", "ScheduleFree")), LARGE),
     "cosine, EMA": "As the cosine.",
     "cosine, SequenceLengthWarmup": "As the cosine, in fewer tokens, which is what it is for (arXiv 2108.06084).",
     "cosine, SAM, half the steps": "The paper gives plain training twice the epochs instead (arXiv 2010.01412).",
-    "cosine, Lion": "Its paper has batches of 64 and more (arXiv 2302.06675), here are 8 sequences.",
-    "cosine, AdEMAMix": "Its averages of ten thousand steps are for longer training (arXiv 2409.03137).",
-    "ScheduleFree": "It is best in long training (arXiv 2605.19095).",
+    "cosine, Lion as published" + TIMES[3.0]: LARGE,
+    "cosine, AdEMAMix": "Its averages of ten thousand steps are for longer training (arXiv 2409.03137); see as published.",
+    "cosine, AdEMAMix" + TIMES[3.0]: "As above.",
+    "cosine, AdEMAMix as published": "Averages of a thousand steps, in programs that train for eight thousand and more.",
+    "cosine, AdEMAMix as published" + TIMES[3.0]: "As above.",
 }  # of those that are worse
 
 
