@@ -7,13 +7,14 @@ are in the result. The network is the GPT-2 of transformers: three layers of 168
 All train for 1,000 steps of 8 sequences, with gradients clipped to a norm of 1 and a warm-up of a twentieth, as
 language models are trained. AdamW at a constant rate is plain training; each optimizer has a rate of its own, chosen in
 a quarter of the length (``tuned.py``), and the other optimizers have the cosine beside which they were proposed. A
-quarter may choose too small a rate for the whole: each optimizer beside a cosine, and ``ScheduleFree``, also has three
-times of it, and ten times where three are better; optimizers are compared at the best one, by validation. Averages have
-plain training's rate, other schedules the cosine's. Muon trains embeddings by AdamW at its own rate, which is some ten
-times that of plain AdamW: *both rates* is AdamW with ten times its rate for them, and Muon with a tenth. An optimizer
-that is worse than its paper has it is also run *as published*, in the configuration of the paper or of a public program
-(``PUBLISHED``). SAM, whose step takes twice as long, has half of the steps. The loss is in nats per byte; ``curves``
-has the mean training loss and the seconds of every fortieth of training, for ``language_model.svg``.
+quarter may choose too small a rate for the whole: AdamW's cosine, and optimizers that are no better than it at their
+own rate, also have three times of it, and ten times where three are better; optimizers are compared at the best one, by
+validation. Averages have plain training's rate, other schedules the cosine's. Muon trains embeddings by AdamW at its
+own rate, which is some ten times that of plain AdamW: *both rates* is AdamW with ten times its rate for them, and Muon
+with a tenth. An optimizer that is worse than its paper has it is also run *as published*, in the configuration of the
+paper or of a public program (``PUBLISHED``). SAM, whose step takes twice as long, has half of the steps. The loss is in
+nats per byte; ``curves`` has the mean training loss and the seconds of every fortieth of training, for
+``language_model.svg``.
 
 It can be run bit by bit: ``--only cosine "cosine, Muon"`` measures these, beside plain training, and leaves out what
 ``results/runs/language_model.json`` has of an earlier session (``kept_runs.py``). The result is written after every
@@ -153,11 +154,11 @@ TRICKS = {
     "cosine, SequenceLengthWarmup": Trick(lambda: scheduled("cosine", lt.SequenceLengthWarmup()), rate_of="cosine"),
     "cosine, SAM, half the steps": Trick(lambda: scheduled("cosine", lt.SAMCallback(), epochs=0.5), rate_of="cosine"),
     "cosine, both rates": Trick(lambda: scheduled("cosine", settings={"others": 10.0}), rate_of="cosine"),
-    **at_rates("cosine, Muon", lambda: scheduled("cosine", optimizer="muon"), lr=1e-2),
+    "cosine, Muon": Trick(lambda: scheduled("cosine", optimizer="muon"), lr=1e-2),
     "cosine, Muon, both rates": Trick(
         lambda: scheduled("cosine", optimizer="muon", settings={"others": 0.1}), rate_of="cosine, Muon"
     ),
-    **at_rates("cosine, SOAP", lambda: scheduled("cosine", optimizer="soap"), lr=3e-3),
+    "cosine, SOAP": Trick(lambda: scheduled("cosine", optimizer="soap"), lr=3e-3),
     **at_rates("cosine, Lion", lambda: scheduled("cosine", optimizer="lion"), lr=3e-4, most=10.0),
     **at_rates("cosine, Lion as published", lambda: scheduled("cosine", **as_published("lion")), lr=3e-4),
     **at_rates("cosine, AdEMAMix", lambda: scheduled("cosine", optimizer="ademamix"), lr=3e-3),
@@ -174,9 +175,9 @@ WHY = {
     "cosine, SequenceLengthWarmup": "As the cosine, in fewer tokens, which is what it is for (arXiv 2108.06084).",
     "cosine, SAM, half the steps": "The paper gives plain training twice the epochs instead (arXiv 2010.01412).",
     "cosine, Lion as published" + TIMES[3.0]: LARGE,
-    "cosine, AdEMAMix": "Its averages of ten thousand steps are for longer training (arXiv 2409.03137); see as published.",
+    "cosine, AdEMAMix": "Its averages of ten thousand steps are for longer training (arXiv 2409.03137).",
     "cosine, AdEMAMix" + TIMES[3.0]: "As above.",
-    "cosine, AdEMAMix as published": "Averages of a thousand steps, in programs that train for eight thousand and more.",
+    "cosine, AdEMAMix as published": "Averages of a thousand steps; programs that have them train for 8,000 and more.",
     "cosine, AdEMAMix as published" + TIMES[3.0]: "As above.",
 }  # of those that are worse
 
