@@ -205,6 +205,9 @@ def at_size(name: str, trick: str, regime: str | None = None) -> dict[str, Any]:
     return row
 
 
+FREE = "ScheduleFree, 3 times the rate"
+
+
 def nats(trick: str) -> str:
     """By how much the loss of the larger language model is lower."""
     row = at_size("language_model", trick)
@@ -216,12 +219,15 @@ def test_what_the_pages_say_of_larger_networks() -> None:
     row = at_size("finetune", "EMA", WRONG_LABELS)
     assert row["gain"]["low"] > 0
     assert f"learns 40% wrong labels gains {row['gain']['points']:.1f} points by `EMA`" in README
-    found = [nats(trick) for trick in ("EMA", "flat_cos", "cosine, Muon")]
-    assert "is {} nats lower with `EMA`, {} with `flat_cos`, {} with [Muon]".format(*found) in README
+    text = README.replace("\n", " ")
+    found = [nats(trick) for trick in ("EMA", "flat_cos", FREE)]
+    assert "is {} nats lower with `EMA`, {} with `flat_cos`, {} with [`ScheduleFree`]".format(*found) in text
+    assert f", {nats('cosine, Muon')} with [Muon](docs/optimizers.md#muon) in" in text
+    assert f"[`ScheduleFree`](tricks/ScheduleFree.md), by {nats(FREE)}; with AdamW" in GUIDE
     best = "cosine, Muon", "cosine, SOAP"
     times = [f"{at_size('language_model', trick)['over_plain']:.1f}" for trick in best]
     longer = nats("plain, twice the steps")
-    assert f"in {times[0]} times the time (AdamW for twice the steps: {longer})" in " ".join(README.split())
+    assert f"in {times[0]} times the time (AdamW for twice the steps: {longer})" in text
     (lower,) = {*map(nats, best)}
     assert f"by {lower} nats, in {' and '.join(times)} times the time" in GUIDE
     least, *_, most = sorted(map(nats, ("PostHocEMA", "flat_cos", "EMA")))
@@ -229,9 +235,7 @@ def test_what_the_pages_say_of_larger_networks() -> None:
     rows = [row for row in result("finetune")["rows"] if row["regime"] == "clean"] + result("finetune_images")["rows"]
     longer = {"plain, twice the steps", "soup of three"}
     assert not [row for row in rows if row["gain"]["low"] > 0 and row["trick"] not in longer]
-    assert "Fine-tuned with clean labels, or on pictures, no trick is better in as many steps" in " ".join(
-        README.split()
-    )
+    assert "Fine-tuned with clean labels, or on pictures, no trick is better in as many steps" in text
     rows = [row for name in ("finetune", "finetune_images") for row in result(name)["rows"]]
     assert not [
         row for row in rows if row["trick"] in ("layer decay 0.8", "GradualUnfreeze") and row["gain"]["low"] > 0
