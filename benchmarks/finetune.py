@@ -82,11 +82,17 @@ def adapters(*others: Any, optimizer: str = "adamw", **settings: Any) -> Recipe:
     return Recipe((lt.LoRA(ATTENTION, train=HEAD, **settings), *others), optimizer=optimizer)
 
 
+def falling(**settings: Any) -> Recipe:
+    """Adapters with the schedule of their paper."""
+    return adapters(lt.LRSchedule("linear", warmup=0.06), **settings)
+
+
 def scheduled(name: str) -> Recipe:
     """A learning-rate schedule after a warm-up of a tenth."""
     return Recipe((lt.LRSchedule(name, warmup=0.1),))
 
 
+LINEAR, THIRD = "LoRA, r 16, linear", ", 0.3 times the rate"
 TRICKS = {
     PLAIN: Trick(Recipe, lr=1e-4),
     "plain, twice the steps": Trick(lambda: Recipe(epochs=2.0)),
@@ -106,7 +112,8 @@ TRICKS = {
     "label smoothing 0.1": Trick(lambda: Recipe(smoothing=0.1)),
     "LoRA, r 4": Trick(lambda: adapters(r=4), lr=1e-3),
     "LoRA, r 16": Trick(lambda: adapters(r=16), lr=1e-3),
-    "LoRA, r 16, linear": Trick(lambda: adapters(lt.LRSchedule("linear", warmup=0.06), r=16), lr=1e-3),  # its paper's
+    LINEAR: Trick(lambda: falling(r=16), lr=1e-3),
+    LINEAR + THIRD: Trick(lambda: falling(r=16), rate_of=LINEAR, factor=0.3),
     "DoRA, r 4": Trick(lambda: adapters(r=4, variant="dora"), lr=1e-3),
     "LoRA, r 4, Muon": Trick(lambda: adapters(optimizer="muon", r=4), lr=1e-3),
     "ScheduleFree": Trick(lambda: Recipe((lt.ScheduleFree(),), optimizer="schedulefree_adamw"), lr=1e-4),
@@ -115,6 +122,7 @@ TRICKS = {
 
 WHY = {
     "LoRA, r 16": "Its paper has a rate that falls linearly (arXiv 2106.09685), see that.",
+    LINEAR: "Half of the length chooses too large a rate; see 0.3 times of it.",
     "Muon": "As others found of networks that AdamW has trained (arXiv 2605.10468).",
     "SAM, half the steps": "The paper gives plain training twice the epochs instead (arXiv 2010.01412).",
     "soup of three": "The paper averages trainings that end in one basin (arXiv 2203.05482); these have just begun.",
