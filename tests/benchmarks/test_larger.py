@@ -196,7 +196,7 @@ def test_contenders_are_compared_with_the_cosine_that_is_fair_to_them_seed_by_se
     language = part("language_model")
     again, most = language.TIMES.values()
     losses = {"plain": (2.0, 2.1), "cosine": (2.2, 2.4), "cosine" + again: (2.0, 2.2), "cosine, EMA": (2.3, 2.5)}
-    losses |= {"EMA": (1.0, 1.0), "cosine, Muon": (1.2, 1.4), "cosine, Muon" + again: (1.6, 1.5)}
+    losses |= {"EMA": (1.0, 1.0), "cosine, Lion": (1.2, 1.4), "cosine, Lion" + again: (1.6, 1.5)}
     losses |= {"ScheduleFree": (2.0, 2.1), "ScheduleFree" + again: (2.1, 2.3), "ScheduleFree" + most: (1.0, 1.0)}
     runs = [
         {"part": "finals", "trick": trick, "seed": seed, "val_loss": loss, "test_loss": loss}
@@ -206,7 +206,7 @@ def test_contenders_are_compared_with_the_cosine_that_is_fair_to_them_seed_by_se
     for run in runs:
         run["val_loss"] *= -1 if "ScheduleFree" in run["trick"] else 1
     assert language.over_cosine({"runs": runs}).splitlines() == [
-        "- **Over AdamW with the best cosine.** Muon **+80.0** (+80.0 to +80.0);"
+        "- **Over AdamW with the best cosine.** Lion **+80.0** (+80.0 to +80.0);"
         " ScheduleFree, 3 times the rate **-10.0** (-10.0 to -10.0).",
         "- **Over AdamW with the same cosine.** EMA **-10.0** (-10.0 to -10.0).",
     ]
