@@ -373,9 +373,9 @@ def section(made: dict[str, Any]) -> str:
     )
     points = "Hundredths of a nat per byte; a positive difference is a lower loss"
     picture = "Training loss against steps and against seconds"
-    return finetune_report.section(
-        made, Words(TITLE, scale, WHY, points, "hundredths of a nat", over_cosine(made), picture)
-    )
+    folded = frozenset(row["trick"] for row in made["rows"]) - {PLAIN, *fair_gains(made)}  # at a worse rate
+    words = Words(TITLE, scale, WHY, points, "hundredths of a nat", over_cosine(made), picture, folded)
+    return finetune_report.section(made, words)
 
 
 def over_cosine(made: dict[str, Any]) -> str:
@@ -388,9 +388,9 @@ def over_cosine(made: dict[str, Any]) -> str:
 
 
 def fair_gains(made: dict[str, Any]) -> dict[str, tuple[str, dict[str, float]]]:
-    """The gains of optimizers, at the best of their rates, over AdamW's best cosine, and those of other tricks.
+    """The gains at the best of several rates, of optimizers over AdamW's best cosine.
 
-    These are over AdamW with the same cosine, or over plain training.
+    Those of other tricks are over AdamW with the same cosine, or over plain training.
     """
     finals, found = finals_of(made["runs"]), {}
     losses = {name: fmean(run["val_loss"] for run in mine.values()) for name, mine in finals.items()}
@@ -400,13 +400,13 @@ def fair_gains(made: dict[str, Any]) -> dict[str, tuple[str, dict[str, float]]]:
 
     for name, mine in finals.items():
         base, words, recipe = PLAIN, "plain training", TRICKS[name].recipe()
+        if name == PLAIN or name != best(own(name)):
+            continue
         if recipe.optimizer or recipe.settings:
-            if name != best(own(name)):
-                continue
             base, words = best("cosine"), "AdamW with the best cosine"
         elif own(name).startswith("cosine, "):
             base, words = "cosine", "AdamW with the same cosine"
-        if base in finals and name != PLAIN:
+        if base in finals:
             found[name] = words, paired(mine, finals[base], "test_loss", -100)
     return found
 
