@@ -17,6 +17,7 @@ from typing import Any
 import conflicts
 import language_model
 import quality_report
+from finetune import LINEAR, THIRD
 from quality_report import PLAIN
 from tables import RESULTS
 
@@ -352,7 +353,7 @@ TRAINED = {
     "LayerFreezing": ("LayerFreezing",),
     "SequenceLengthWarmup": ("cosine, SequenceLengthWarmup",),
     "layer_decay_groups": ("layer decay 0.8",),
-    "LoRA": ("LoRA, r 4", "LoRA, r 16", "DoRA, r 4", "LoRA, r 4, Muon"),
+    "LoRA": ("LoRA, r 4", "LoRA, r 16", LINEAR, LINEAR + THIRD, "DoRA, r 4", "LoRA, r 4, Muon"),
     "ScheduleFree": ("ScheduleFree",),
     "optimizer": (
         "Muon",
