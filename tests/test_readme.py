@@ -219,11 +219,11 @@ def test_what_the_pages_say_of_larger_networks() -> None:
     text = README.replace("\n", " ")
     rows = [at_size("finetune", trick, WRONG_LABELS) for trick in ("EMA", "SWA")]
     assert all(row["gain"]["low"] > 0 for row in rows)
-    told = "learns 40% wrong labels gains {:.1f} points by `EMA` and {:.1f} by [`SWA`]"
+    told = "learns 40% wrong labels gains {:.1f} points by `EMA` and {:.1f} by `SWA`."
     assert told.format(*(row["gain"]["points"] for row in rows)) in text
     assert f"with 40% wrong labels [`SWA`](tricks/SWA.md) gained {rows[1]['gain']['points']:.1f} points |" in GUIDE
     found = [nats(trick) for trick in ("EMA", "flat_cos", FREE)]
-    assert "is {} nats lower with `EMA`, {} with `flat_cos`, {} with [`ScheduleFree`]".format(*found) in text
+    assert "is {} nats lower with `EMA`, {} with `flat_cos`, {} with `ScheduleFree`".format(*found) in text
     assert f", {nats('cosine, Muon')} with [Muon](docs/optimizers.md#muon) in" in text
     assert f"[`ScheduleFree`](tricks/ScheduleFree.md), by {nats(FREE)}; with AdamW" in GUIDE
     best = "cosine, Muon", "cosine, SOAP"
