@@ -237,7 +237,7 @@ def test_what_the_pages_say_of_larger_networks() -> None:
     rows = [row for row in result("finetune")["rows"] if row["regime"] == "clean"] + result("finetune_images")["rows"]
     longer = {"plain, twice the steps", "soup of three"}
     assert not [row for row in rows if row["gain"]["low"] > 0 and row["trick"] not in longer]
-    assert "Fine-tuned with clean labels, or on pictures, no trick gains." in text
+    assert "Fine-tuned with clean labels, or on pictures, none gains in as many steps." in text
     rows = [row for name in ("finetune", "finetune_images") for row in result(name)["rows"]]
     assert not [
         row for row in rows if row["trick"] in ("layer decay 0.8", "GradualUnfreeze") and row["gain"]["low"] > 0
