@@ -138,7 +138,7 @@ def draw(path: Path, made: dict[str, Any]) -> None:
     right.axvline(0, color="#999999", linewidth=1)
     right.set_xlabel("points over plain training, with 95% intervals")
     right.set_yticks(range(len(order)), order, fontsize=8)
-    right.legend(frameon=False, fontsize=8, loc="lower right")
+    right.legend(frameon=False, fontsize=8, loc="upper left")
     for axis in (left, right):
         axis.spines[["top", "right"]].set_visible(False)
     save(figure, path)
