@@ -82,9 +82,9 @@ def adapters(*others: Any, optimizer: str = "adamw", **settings: Any) -> Recipe:
     return Recipe((lt.LoRA(ATTENTION, train=HEAD, **settings), *others), optimizer=optimizer)
 
 
-def falling(**settings: Any) -> Recipe:
-    """Adapters with the schedule of their paper."""
-    return adapters(lt.LRSchedule("linear", warmup=0.06), **settings)
+def falling() -> Recipe:
+    """Adapters of rank 16 with the schedule of their paper."""
+    return adapters(lt.LRSchedule("linear", warmup=0.06), r=16)
 
 
 def scheduled(name: str) -> Recipe:
@@ -112,8 +112,8 @@ TRICKS = {
     "label smoothing 0.1": Trick(lambda: Recipe(smoothing=0.1)),
     "LoRA, r 4": Trick(lambda: adapters(r=4), lr=1e-3),
     "LoRA, r 16": Trick(lambda: adapters(r=16), lr=1e-3),
-    LINEAR: Trick(lambda: falling(r=16), lr=1e-3),
-    LINEAR + THIRD: Trick(lambda: falling(r=16), rate_of=LINEAR, factor=0.3),
+    LINEAR: Trick(falling, lr=1e-3),
+    LINEAR + THIRD: Trick(falling, rate_of=LINEAR, factor=0.3),
     "DoRA, r 4": Trick(lambda: adapters(r=4, variant="dora"), lr=1e-3),
     "LoRA, r 4, Muon": Trick(lambda: adapters(optimizer="muon", r=4), lr=1e-3),
     "ScheduleFree": Trick(lambda: Recipe((lt.ScheduleFree(),), optimizer="schedulefree_adamw"), lr=1e-4),

@@ -417,9 +417,8 @@ def draw(path: Path, made: dict[str, Any]) -> None:
 
     figure = Figure(figsize=(9.5, 3.6), layout="constrained")
     axes = figure.subplots(1, 2, sharey=True)
-    told = {PLAIN, *fair_gains(made)}
+    told = {name for name in (PLAIN, *fair_gains(made)) if not name.endswith("EMA")}
     shown = [each for each in made["curves"] if each["seed"] == 0 and each["trick"] in told]
-    shown = [each for each in shown if not each["trick"].endswith("EMA")]
     for place, curve in enumerate(shown):
         steps, seconds, losses = zip(*curve["points"], strict=True)
         for axis, along in zip(axes, (steps, seconds), strict=True):
