@@ -434,6 +434,11 @@ class HeadOnly(Deep):
     [
         (Deep, {"at": [1], "parameters": [""]}, "needs parameters that train from the start"),
         (Deep, {"at": [1], "parameters": ["nothing"]}, "'nothing' is neither"),
+        (
+            Deep,
+            {"at": [1], "parameters": [r"^layers\.(\d+)"]},
+            "each pattern is one group, and .* Give this pattern alone",
+        ),
         (Deep, {"at": [1, 2], "parameters": ["layers", "layers.0"]}, "no earlier pattern selects, 'layers.0' selects"),
         (Deep, {"at": [1]}, "must be or hold one timm or Hugging Face model .*else pass parameters, a regex"),
         (Deep, {"at": [1], "parameters": r"^layers"}, "parameters must be found in .* got '.layers'"),

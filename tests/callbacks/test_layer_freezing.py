@@ -270,6 +270,7 @@ class Tied(Net):
 @pytest.mark.parametrize(
     ("kind", "arguments", "message"),
     [
+        (Deep, {"parameters": [r"^layers\.(\d+)"]}, "each pattern is one group, and .* Give this pattern alone"),
         (Deep, {}, "must be or hold one timm or Hugging Face model .*else pass parameters, a regex"),
         (Deep, {"parameters": [""]}, "needs parameters that train from the start to the end"),
         (Deep, {"parameters": NUMBERS, "start": 0.5, "stop": 2}, "got optimizer steps 6 and 2: give both in one unit"),

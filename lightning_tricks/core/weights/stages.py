@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
@@ -27,15 +28,22 @@ from lightning_tricks.core.weights.tensors import trainable
 
 
 def groups_by_pattern(model: nn.Module, patterns: Sequence[str]) -> list[list[str]]:
-    """The names of the trainable parameters that each pattern selects, without those of earlier patterns.
+    r"""The names of the trainable parameters that each pattern selects, without those of earlier patterns.
 
     Raises:
-        ValueError: If a pattern selects no trainable parameter that no earlier one selects.
+        ValueError: If a pattern selects no trainable parameter that no earlier one selects, or takes the number of a
+            layer, as ``r"blocks\.(\d+)"``: all layers would be one group.
     """
     names = list(trainable(model))
     groups: list[list[str]] = []
     left = dict.fromkeys(names)  # in the order of the model
     for pattern in patterns:
+        if re.search(r"\((\?P<\w+>)?(\\d|\[0-9\])", pattern):
+            raise ValueError(
+                f"parameters: of a sequence each pattern is one group, and {pattern!r} takes the number of a layer, so"
+                " that all layers would be in one. Give this pattern alone as a string, or one pattern for each group;"
+                r" without parentheses, as \d+, it is one group."
+            )
         groups.append([name for name in select_parameters(model, pattern) if name in left])
         left = {name: None for name in left if name not in groups[-1]}
         if not groups[-1]:
