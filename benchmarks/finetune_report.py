@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from quality_report import PLAIN, interval, sign
 from tables import README, grid, placed
-from tuned import measured_on, table
+from tuned import best_rows, measured_on, own, table
 
 KINDS = {1: "Better", -1: "Worse", 0: "Inconclusive"}
 ACCURACY = "Points of balanced test accuracy"
@@ -18,8 +18,8 @@ STYLES = ("-", "--", ":")  # a colour for each of ten lines, then again in the n
 
 def told(rows: Sequence[dict[str, Any]]) -> str:
     """The contenders that are better than plain training, worse, and neither by their intervals, the best first."""
-    (plain,) = (row for row in rows if row["trick"] == PLAIN)
-    others = sorted((row for row in rows if row["trick"] != PLAIN), key=lambda row: -row["gain"]["points"])
+    (plain,) = (row for row in rows if own(row["trick"]) == PLAIN)
+    others = sorted((row for row in rows if own(row["trick"]) != PLAIN), key=lambda row: -row["gain"]["points"])
     parts = [f"Plain training has {plain['mean']:.1f} ± {plain['std']:.1f}."]
     for kind, words in KINDS.items():
         names = [f"{row['trick']} {interval(row['gain'])}" for row in others if sign(row["gain"]) == kind]
@@ -29,7 +29,7 @@ def told(rows: Sequence[dict[str, Any]]) -> str:
 
 def most(rows: Sequence[dict[str, Any]], unit: str) -> str:
     """The largest gain in no more steps than plain training's, if the interval of one is above 0."""
-    (steps,) = (row["steps"] for row in rows if row["trick"] == PLAIN)
+    (steps,) = (row["steps"] for row in rows if own(row["trick"]) == PLAIN)
     better = [row for row in rows if sign(row["gain"]) > 0 and row["steps"] <= steps]
     if not better:
         return "no contender is better than plain training in as many steps"
@@ -42,11 +42,15 @@ def most(rows: Sequence[dict[str, Any]], unit: str) -> str:
 
 def fine_tuned(settings: dict[str, Any]) -> str:
     """How much of fine-tuning was run."""
-    budget, (validation, test) = settings["budget"], settings["validation and test samples"]
+    groups: dict[str, list[str]] = {}
+    for regime, of in settings["regimes"].items():
+        words = f"{of['steps']} steps ({of['sweep_steps']} to choose learning rates) with {of['seeds']} seeds"
+        groups.setdefault(words, []).append(regime)
+    told = [words if len(groups) == 1 else f"{words} ({', '.join(of)})" for words, of in groups.items()]
+    validation, test = settings["validation and test samples"]
     return (
-        f"{budget['steps']} steps of {settings['batch']} samples, {settings['weights'] / 1e6:.1f} million weights,"
-        f" {budget['seeds']} seeds; {test:,} samples for the test; learning rates chosen in {budget['sweep_steps']}"
-        f" steps on {validation:,} others"
+        f"{', '.join(told)}; batches of {settings['batch']} samples; {settings['weights'] / 1e6:.1f} million weights;"
+        f" {test:,} samples for the test, learning rates chosen on {validation:,} others"
     )
 
 
@@ -60,18 +64,14 @@ class Words(NamedTuple):
     unit: str = "points"
     further: str = ""  # what else came out
     picture: str = "Curves of training, and gains over plain training with 95% intervals"
-    folded: frozenset[str] = frozenset()  # contenders that only the tables have
 
 
 def section(made: dict[str, Any], words: Words) -> str:
     """One number and the picture, then what came out in each regime, and folded the tables."""
-    groups: dict[str, list[dict[str, Any]]] = {}
-    for row in made["rows"]:
-        groups.setdefault(named(row.get("regime", "All of the text")), []).append(row)
+    groups, told_of = (by_regime(rows) for rows in (made["rows"], best_rows(made)))
     name, missing = made["benchmark"], made["settings"]["not measured"]
     hours = sum(run["seconds"] for run in made["runs"]) / 3600
-    told_of = {regime: [row for row in rows if row["trick"] not in words.folded] for regime, rows in groups.items()}
-    worse = list(dict.fromkeys(row["trick"] for row in made["rows"] if sign(row["gain"]) < 0))
+    worse = dict.fromkeys(own(row["trick"]) for row in best_rows(made) if sign(row["gain"]) < 0)
     return "\n\n".join(
         [
             f"#### {words.title}",
@@ -90,6 +90,14 @@ def section(made: dict[str, Any], words: Words) -> str:
             "</details>",
         ]
     )
+
+
+def by_regime(rows: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """The rows of each regime, by its heading."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        found.setdefault(named(row.get("regime", "All of the text")), []).append(row)
+    return found
 
 
 def named(regime: str) -> str:
@@ -113,8 +121,8 @@ def draw(path: Path, made: dict[str, Any]) -> None:
     from matplotlib.figure import Figure
 
     groups: dict[str, dict[str, dict[str, Any]]] = {}
-    for row in made["rows"]:
-        groups.setdefault(row["regime"], {})[row["trick"]] = row
+    for row in best_rows(made):
+        groups.setdefault(row["regime"], {})[own(row["trick"])] = row
     regime, rows = max(groups.items(), key=lambda each: max(row["gain"]["low"] for row in each[1].values()))
     points = {trick: row["gain"]["points"] for mine in (*groups.values(), rows) for trick, row in mine.items()}
     order = sorted(points.keys() - {PLAIN}, key=lambda trick: (points[trick], trick))
@@ -123,10 +131,11 @@ def draw(path: Path, made: dict[str, Any]) -> None:
     looks = {trick: look(place) for place, trick in enumerate(rows)}
     for line in made["curves"]:
         places, _, values = zip(*line["points"], strict=True)
-        if (line["regime"], line["seed"]) != (regime, 0) or line["trick"] not in rows:
+        name = own(line["trick"])
+        if (line["regime"], line["seed"]) != (regime, 0) or line["trick"] != rows[name]["trick"]:
             continue
         if places[-1] == rows[PLAIN]["steps"]:  # not those of other lengths
-            left.plot(places, [100 * value for value in values], label=line["trick"], **looks[line["trick"]])
+            left.plot(places, [100 * value for value in values], label=name, **looks[name])
     left.set(xlabel="steps", ylabel="balanced validation accuracy, first seed", title=named(regime))
     left.legend(frameon=False, fontsize=7)
     for place, (name, mine) in enumerate(groups.items()):

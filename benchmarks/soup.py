@@ -9,6 +9,7 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import Callback
+from torch.optim.swa_utils import update_bn
 
 import lightning_tricks as lt
 
@@ -38,8 +39,9 @@ class Soup(Callback):
                 optimizer.state.clear()
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Average."""
+        """Average, with the statistics of BatchNorm that the average has."""
         mean = Path(self._folder.name) / "mean.pt"
         lt.average_checkpoints(self._files, mean)
         pl_module.load_state_dict(torch.load(mean, weights_only=True))
         self._folder.cleanup()
+        update_bn(trainer.train_dataloader, pl_module.network)  # no pass if there is none

@@ -46,7 +46,7 @@ def small_bert(finetune: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyP
     trainer = trainers.WordPieceTrainer(vocab_size=500, special_tokens=["[PAD]", "[UNK]"], show_progress=False)
     tokenizer.train_from_iterator(sorted(read_glosses())[:2000], trainer)
     tokenizer.save(str(tmp_path / "tokenizer.json"))
-    shape = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_hidden_layers": 4}
+    shape = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_hidden_layers": 6}
     BertModel(BertConfig(vocab_size=600, max_position_embeddings=16, **shape)).save_pretrained(tmp_path)
     monkeypatch.setattr(finetune, "folder", lambda: tmp_path)
     for cached in (finetune.tokenized, finetune.encoder, finetune.split):
@@ -56,7 +56,7 @@ def small_bert(finetune: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyP
         cached.cache_clear()
 
 
-SOME = ("EMA", "soup of three", "SAM, half the steps")
+SOME = ("EMA", "soup of three, 3 times the steps", "SAM, half the steps")
 
 
 @pytest.mark.slow
@@ -67,26 +67,31 @@ def test_tricks_are_measured(
     regime, scale, runs = "40% wrong labels", finetune.REDUCED, tmp_path / "runs"
     chosen = tuned.some(finetune.contenders(regime, scale), names or [], runs)
     assert [*chosen] == (["plain", *SOME] if names else [*finetune.TRICKS])
-    found = tuned.measure(chosen, scale.budget, runs, metric="accuracy")
+    found = tuned.measure(chosen, scale.budgets[regime], runs, metric="accuracy")
     found["curves"] = finetune.curves(runs)
     made = json.loads(json.dumps(finetune.result({regime: found}, scale)))
     assert [row["trick"] for row in made["rows"]] == [line["trick"] for line in made["machines"]] == [*chosen]
     assert made["settings"]["not measured"] == [f"{name} ({regime})" for name in finetune.TRICKS if name not in chosen]
     steps = {row["trick"]: row["steps"] for row in made["rows"]}
-    assert (steps["plain"], steps["soup of three"], steps["SAM, half the steps"]) == (8, 24, 8)  # not 4
+    assert [steps[name] for name in ("plain", *SOME[1:])] == [8, 24, 8]  # not 4
     assert all(row["peak_mib"] > 0 < row["over_plain"] for row in made["rows"])
     peaks = {row["trick"]: row["peak_mib"] for row in made["rows"]}
     assert peaks["EMA"] > peaks["plain"]
     ends = {line["trick"]: line["points"][-1][0] for line in made["curves"]}
-    assert (ends["plain"], ends["soup of three"]) == (8, 24)
+    assert (ends["plain"], ends["soup of three, 3 times the steps"]) == (8, 24)
     assert {line["seed"] for line in made["curves"]} == {0}
     text = finetune.section(made)
-    assert "; 15,663 definitions (40% wrong labels), of at most 8 tokens; 8 steps of 4 samples, 0.0 million" in text
+    assert "; 32 draws of 15,663 definitions (40% wrong labels), of at most 8 tokens" in text
+    assert "; 8 steps (0 to choose learning rates) with 2 seeds; batches of 4 samples; 0.0 million weights; 16" in text
     assert f"- **{regime}.** Plain training has " in text
     assert text.count(f"\n\n{regime}:\n\n|") == 1
     assert all(f"\n|{name}|" in text for name in chosen)
-    assert all(re.search(rf" {re.escape(name)} \*{{0,2}}[+-]\d", text) for name in chosen if name != "plain")
-    assert ("Not measured yet: plain, twice the steps (40% wrong labels); warm-up (40" in text) == bool(names)
+    told = [row["trick"] for row in tuned.best_rows(made) if tuned.own(row["trick"]) != "plain"]
+    assert {*map(tuned.own, told)} == {*map(tuned.own, chosen)} - {"plain"}
+    assert all(re.search(rf" {re.escape(name)} \*{{0,2}}[+-]\d", text) for name in told)
+    assert ("Not measured yet: plain, 3 times the rate (40% wrong labels); plain, twice the steps (40" in text) == bool(
+        names
+    )
     finetune.finetune_report.draw(tmp_path / "picture.svg", made)
     assert (tmp_path / "picture.svg").read_text().startswith("<?xml")
 
@@ -107,6 +112,7 @@ def test_the_command_writes_its_figures(
     assert (BENCHMARKS / "README.md").read_text() == before
 
 
+BEST = ("best_rates", "best_rows", "own")
 LARGER = ("finetune", "finetune_images", "language_model")
 
 
@@ -311,9 +317,10 @@ def test_a_soup_is_the_mean_of_trainings_from_the_same_weights(monkeypatch: pyte
     class Quadratic(L.LightningModule):
         def __init__(self) -> None:
             super().__init__()
-            self.weight = torch.nn.Parameter(torch.ones(4))
+            self.weight, self.network = torch.nn.Parameter(torch.ones(4)), torch.nn.BatchNorm1d(4, affine=False)
 
         def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+            self.network(batch + 1.0)
             return (batch - self.weight).square().sum()
 
         def configure_optimizers(self) -> Any:
@@ -334,6 +341,7 @@ def test_a_soup_is_the_mean_of_trainings_from_the_same_weights(monkeypatch: pyte
             optimizer.step()
         ends.append(weight.detach())
     assert torch.allclose(module.weight, torch.stack(ends).mean(0), atol=1e-6)
+    assert torch.allclose(module.network.running_mean, samples.mean(0), atol=1e-6), "those of one more pass"
 
 
 # -- images -----------------------------------------------------------------------------------------------------------
@@ -391,6 +399,7 @@ def test_every_contender_of_the_images_runs(images: Any, tmp_path: Path, monkeyp
 def test_the_rows_are_those_of_the_runs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(BENCHMARKS)
     benchmark = importlib.import_module(name)
+    best_rates, best_rows, own = (getattr(importlib.import_module("tuned"), each) for each in BEST)
     committed = json.loads((RESULT.parent / f"{name}.json").read_text())
     assert benchmark.section(committed) in (BENCHMARKS / "README.md").read_text()
     score, best, factor = ("loss", min, -100) if name == "language_model" else ("accuracy", max, 100)
@@ -404,26 +413,29 @@ def test_the_rows_are_those_of_the_runs(name: str, monkeypatch: pytest.MonkeyPat
         assert {line["trick"] for line in committed["machines"] if line.get("regime") == regime} == {*rows}
         for trick, row in rows.items():
             assert row["mean"] == pytest.approx(abs(fmean(scores[trick])), abs=0.006)
-            if trick != "plain":
-                limits = stats.ttest_rel(scores[trick], scores["plain"]).confidence_interval(0.95)
+            if trick != best_rates(runs)["plain"]:
+                limits = stats.ttest_rel(scores[trick], scores[best_rates(runs)["plain"]]).confidence_interval(0.95)
                 assert [row["gain"]["low"], row["gain"]["high"]] == pytest.approx([*limits], abs=0.01)
+        if "LayerFreezing" in rows:
+            assert rows["LayerFreezing"]["over_plain"] < 0.95, "its layers stop one by one"
         for sweep in (each for each in committed["sweep"] if each.get("regime") == regime):
             means = sweep[f"val_{score}"]
             assert rows[sweep["trick"]]["lr"] == sweep["lr"] == float(best(means, key=means.get))
             ladder = [*map(float, means)]
             assert ladder[0] < sweep["lr"] < ladder[-1]
-    worse = {row["trick"] for row in committed["rows"] if row["gain"]["high"] < 0}
+    worse = {own(row["trick"]) for row in best_rows(committed) if row["gain"]["high"] < 0}
     assert not worse - benchmark.WHY.keys(), "what does the paper say of it?"
     measured = {row["trick"] for row in committed["rows"]}
     if name == "finetune":
         measured = {f"{row['trick']} ({row['regime']})" for row in committed["rows"]}
     assert not {*committed["settings"]["not measured"]} & measured
     kept = [json.loads(path.read_text()) for path in (RESULT.parent / "runs").glob(f"{name}*.json")]
-    of_these = [each for each in kept if each["settings"].items() <= committed["settings"].items()]
-    records = {record["file"] for each in of_these for record in each["records"]}
+    regimes = committed["settings"].get("regimes", {})
     for row in committed["rows"]:  # without its records a later session would measure it again
-        folder = f"{row.get('regime')}/" * (name == "finetune") + f"finals/{row['trick']}"
-        assert {f"{folder}/seed{seed}.json" for seed in range(row["seeds"])} <= records
+        settings = committed["settings"] | {"regime": regimes.get(row.get("regime"))}
+        of_these = [each for each in kept if each["settings"].items() <= settings.items()]
+        records = {record["file"] for each in of_these for record in each["records"]}
+        assert {f"finals/{row['trick']}/seed{seed}.json" for seed in range(row["seeds"])} <= records
 
 
 @pytest.mark.parametrize("path", sorted((RESULT.parent / "runs").glob("*.json")), ids=lambda path: path.stem)
