@@ -1,6 +1,6 @@
 """Does a gain grow, stay or vanish with more data and more weights? The language model at 1, 4 and 16 times of both.
 
-``nice python benchmarks/gain_scaling.py`` (about an hour of one core; ``--reduced`` tries it for a few steps). The
+``nice python benchmarks/gain_scaling.py`` (an hour and a half of one core; ``--reduced`` tries it for a few steps). The
 text, network and rules are those of ``language_model.py``, whose training takes five times as long. Data: a 256th, a
 64th and a 16th of the text, with 84 features; all train for as many steps, which draw each sample sixteen times, four
 times and once on average. Weights: 42, 84 and 168 features, which is 1, 4 and 16 times the weights of the blocks, with
@@ -15,6 +15,7 @@ import gc
 from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import chain
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,21 @@ from language_model import FULL, OPTIMIZER, REDUCED, TRICKS, Network, Scale, Sha
 from quality_report import PLAIN, interval, paired, sign
 from rows import written
 from tables import RESULTS, grid
-from tuned import PARTS, Budget, Contender, Trick, finals_of, measure, measured_on, table
+from tuned import (
+    PARTS,
+    Budget,
+    Contender,
+    Trick,
+    at_rates,
+    best_rates,
+    best_rows,
+    cell,
+    finals_of,
+    measure,
+    measured_on,
+    own,
+    table,
+)
 
 import lightning_tricks as lt
 from lightning_tricks.examples.tasks import Split
@@ -38,13 +53,18 @@ CELLS = {  # shares of the text and widths of the network
 }
 TRENDS = {1: "it rises", -1: "it falls", 0: "no trend"}
 WHY = {
-    "cosine": "A quarter of the length may choose a wrong rate for it.",
-    "cosine, Muon": "It overfits sequences that are drawn sixteen times; its papers draw each once (arXiv 2502.16982).",
+    "cosine": "In so short a training a rate that stays high until shortly before the end is better: flat_cos.",
     "SAM": "The paper has images; on language models it is for fine-tuning (arXiv 2110.08529).",
 }  # of those that are worse
 SHORT = FULL._replace(budget=Budget(192, 3, 48))
-SOME: dict[str, Trick] = {name: TRICKS[name] for name in (PLAIN, "EMA", "cosine", "cosine, Muon")}
-SOME |= {"SAM": Trick(lambda: scheduled("constant", lt.SAMCallback()))}
+SOME: dict[str, Trick] = {
+    **at_rates(PLAIN, TRICKS[PLAIN], 3.0),
+    **at_rates("EMA", TRICKS["EMA"], 3.0),
+    **at_rates("flat_cos", Trick(lambda: scheduled("flat_cos")), 3.0),
+    **at_rates("cosine", TRICKS["cosine"], 0.3, 0.1),
+    **at_rates("cosine, Muon", TRICKS["cosine, Muon"], 0.3, 0.1, 0.03),
+    **at_rates("SAM", Trick(lambda: scheduled("constant", lt.SAMCallback())), 3.0),
+}
 
 
 def load_share(scale: Scale, share: float) -> Split:
@@ -92,54 +112,55 @@ def result(found: dict[tuple[float, int], dict[str, list[Any]]], scale: Scale) -
     }
 
 
-def gains_of(made: dict[str, Any], name: str, row: Mapping[str, Any]) -> dict[int, dict[str, float]]:
+def gains_of(made: dict[str, Any], row: Mapping[str, Any]) -> dict[int, dict[str, float]]:
     """The gain of each seed in the cell of a row."""
-    cell = (row["share"], row["width"])
-    finals = finals_of([run for run in made["runs"] if (run["share"], run["width"]) == cell])
-    mine = finals[name]
-    return {seed: {"gain": 100 * (run["test_loss"] - mine[seed]["test_loss"])} for seed, run in finals[PLAIN].items()}
+    runs = [run for run in made["runs"] if cell(run) == cell(row)]
+    finals = finals_of(runs)
+    mine, plain = finals[row["trick"]], finals[best_rates(runs)[PLAIN]]
+    return {seed: {"gain": 100 * (run["test_loss"] - mine[seed]["test_loss"])} for seed, run in plain.items()}
 
 
-def trend(made: dict[str, Any], name: str, rows: Sequence[Mapping[str, Any]]) -> str:
+def trend(made: dict[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
     """What a gain does from the first row to the last, by the differences of runs with the same seed."""
-    change = paired(gains_of(made, name, rows[-1]), gains_of(made, name, rows[0]), "gain", 1)
+    change = paired(gains_of(made, rows[-1]), gains_of(made, rows[0]), "gain", 1)
     return f"{TRENDS[sign(change)]}, {interval(rows[0]['gain'])} and {interval(rows[-1]['gain'])}"
 
 
-def along(rows: Sequence[dict[str, Any]], size: str) -> dict[str, list[dict[str, Any]]]:
-    """The rows of each trick, from the smallest size to the largest."""
-    mine = sorted((row for row in rows if (row["share"], row["width"]) in CELLS[size]), key=lambda row: row[size])
-    return {name: [row for row in mine if row["trick"] == name] for name in SOME if name != PLAIN}
+def along(made: dict[str, Any], size: str) -> dict[str, list[dict[str, Any]]]:
+    """The rows of each trick at the best of its rates, from the smallest size to the largest."""
+    mine = sorted((row for row in best_rows(made) if (row["share"], row["width"]) in CELLS[size]), key=itemgetter(size))
+    return {name: [row for row in mine if own(row["trick"]) == name] for name in dict.fromkeys(map(own, SOME))}
 
 
 def section(made: dict[str, Any]) -> str:
     """The part of the README: what each gain does with more data and more weights, the picture, the figures."""
     budget, lines, head = made["settings"]["budget"], [], ["", *map(str, CELLS)]
-    rows = {size: along(made["rows"], size) for size in CELLS}
-    for name in rows["weights"]:
-        told = [f"with more {size} {trend(made, name, rows[size][name])}" for size in CELLS]
+    rows = {size: along(made, size) for size in CELLS}
+    names = [name for name in rows["weights"] if name != PLAIN]
+    for name in names:
+        told = [f"with more {size} {trend(made, rows[size][name])}" for size in CELLS]
         lines.append(f"- **{name}**: {'; '.join(told)}.")
-    cell = ("share", "width", *CELLS)  # of which all were measured on one machine
-    machines = [{key: value for key, value in line.items() if key not in cell} for line in made["machines"]]
+    where = ("share", "width", *CELLS)  # of which all were measured on one machine
+    machines = [{key: value for key, value in line.items() if key not in where} for line in made["machines"]]
     cells = [
         (name, *(", ".join(f"{row[size]:,}: {interval(row['gain'])}" for row in rows[size][name]) for size in CELLS))
-        for name in rows["weights"]
+        for name in names
     ]
-    largest = [row for row in made["rows"] if (row["share"], row["width"]) == (1.0, WIDTHS[-1])]
-    times = "; ".join(f"{row['trick']} {row['over_plain']:.1f}" for row in largest if row["trick"] != PLAIN)
+    largest = {name: of[-1] for name, of in rows["weights"].items()}
+    times = "; ".join(f"{name} {largest[name]['over_plain']:.1f}" for name in names)
     hours = sum(run["seconds"] for run in made["runs"]) / 3600
-    worse = dict.fromkeys(row["trick"] for row in made["rows"] if sign(row["gain"]) < 0)
+    worse = dict.fromkeys(own(row["trick"]) for row in best_rows(made) if sign(row["gain"]) < 0)
     return "\n\n".join(
         [
             "#### Do gains grow, stay or vanish with more data and more weights?",
-            f"With most weights {finetune_report.most(largest, 'hundredths of a nat')}.",
+            f"With most weights {finetune_report.most([*largest.values()], 'hundredths of a nat')}.",
             "![Gains over plain training against data and against weights](results/gain_scaling.svg)",
             f"`python benchmarks/gain_scaling.py`: the language model for {budget['steps']} steps, {budget['seeds']}"
             " seeds, with a 256th, a 64th and a 16th of the text (each sample is drawn sixteen times, four times and"
-            " once on average), and with all of the text and 1, 4 and 16 times the weights of the blocks, each at"
-            f" learning rates of its own; {hours:.1f} hours in one thread. Times over plain training's: {times}."
-            " Hundredths of a nat per byte over AdamW at a constant rate, with 95% intervals, at the smallest and the"
-            " largest size; the trend is that of the differences of runs with the same seed.",
+            " once on average), and with all of the text and 1, 4 and 16 times the weights of the blocks, each at the"
+            f" best of its learning rates, by validation; {hours:.1f} hours in one thread. Times over plain training's:"
+            f" {times}. Hundredths of a nat per byte over AdamW at the best constant rate, with 95% intervals, at the"
+            " smallest and the largest size; the trend is that of the differences of runs with the same seed.",
             "\n".join(lines),
             f"<details>\n<summary>All figures</summary>\n\n{measured_on(machines)}",
             grid(head, cells),
@@ -157,7 +178,9 @@ def draw(path: Path, made: dict[str, Any]) -> None:
     axes = figure.subplots(1, 2, sharey=True)
     for axis, size in zip(axes, CELLS, strict=True):
         axis.axhline(0, color="#999999", linewidth=1)
-        for place, (name, mine) in enumerate(along(made["rows"], size).items()):
+        for place, (name, mine) in enumerate(along(made, size).items()):
+            if name == PLAIN:
+                continue
             places = [row[size] * (1 + 0.04 * place) for row in mine]  # beside each other
             gains = [row["gain"] for row in mine]
             spread = [
@@ -184,8 +207,8 @@ def main() -> None:
     gc.freeze()  # what is imported: ``compare`` collects garbage before every run
     with small_runs(), kept_runs(folder, file, settings_of(scale)) as runs:  # of one thread
         for share, width in chain(*CELLS.values()):
-            cell = runs / f"{share:g} of the text, width {width}"
-            found[share, width] = measure(contenders(scale, share, width), scale.budget, cell, metric="loss")
+            here = runs / f"{share:g} of the text, width {width}"
+            found[share, width] = measure(contenders(scale, share, width), scale.budget, here, metric="loss")
             (output / "gain_scaling.json").write_text(written(made := result(found, scale)))
             print(f"{share:g} of the text, {width} features\n\n{table(found[share, width]['rows'])}\n", flush=True)
     draw(output / "gain_scaling.svg", made)

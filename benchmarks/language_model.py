@@ -6,15 +6,14 @@ are in the result. The network is the GPT-2 of transformers: three layers of 168
 
 All train for 1,000 steps of 8 sequences, with gradients clipped to a norm of 1 and a warm-up of a twentieth, as
 language models are trained. AdamW at a constant rate is plain training; each optimizer has a rate of its own, chosen in
-a quarter of the length (``tuned.py``), and the other optimizers have the cosine beside which they were proposed. A
-quarter may choose too small a rate for the whole: AdamW's cosine, and optimizers that are no better than it at their
-own rate, also have three times of it, and ten times where three are better; optimizers are compared at the best one, by
-validation. Averages have plain training's rate, other schedules the cosine's. Muon trains embeddings by AdamW at its
-own rate, which is some ten times that of plain AdamW: *both rates* is AdamW with ten times its rate for them, and Muon
-with a tenth. An optimizer that is worse than its paper has it is also run *as published*, in the configuration of the
-paper or of a public program (``PUBLISHED``). SAM, whose step takes twice as long, has half of the steps. The loss is in
-nats per byte; ``curves`` has the mean training loss and the seconds of every fortieth of training, for
-``language_model.svg``.
+a quarter of the length (``tuned.py``), and the other optimizers have the cosine beside which they were proposed.
+Averages have plain training's rate, other schedules the cosine's. A quarter may choose too small a rate for the whole:
+all also have three times of it, and ten times where three are better, and are compared at the best, by validation.
+Muon trains embeddings by AdamW at its own rate, which is some ten times that of plain AdamW: *both rates* is AdamW with
+ten times its rate for them, and Muon with a tenth. An optimizer that is worse than its paper has it is also run *as
+published*, in the configuration of the paper or of a public program (``PUBLISHED``). SAM, whose step takes twice as
+long, has half of the steps. The loss is in nats per byte; ``curves`` has the mean training loss and the seconds of
+every fortieth of training, for ``language_model.svg``.
 
 It can be run bit by bit: ``--only cosine "cosine, Muon"`` measures these, beside plain training, and leaves out what
 ``results/runs/language_model.json`` has of an earlier session (``kept_runs.py``). The result is written after every
@@ -29,7 +28,6 @@ import shutil
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from statistics import fmean
 from typing import Any, NamedTuple
 
 import finetune_report
@@ -47,7 +45,7 @@ from rows import written
 from tables import RESULTS
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
-from tuned import EPOCHS, Budget, Contender, Trick, finals_of, measure, shuffled, some, table
+from tuned import EPOCHS, Budget, Contender, Trick, at_rates, best_rates, finals_of, measure, shuffled, some, table
 
 import lightning_tricks as lt
 from lightning_tricks.examples.tasks import QUIET, Split
@@ -123,7 +121,11 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "lion": {"betas": (0.95, 0.98), "weight_decay": 1.0},  # its section 5: language models, ten times AdamW's decay
     "ademamix": {"betas": (0.9, 0.999, 0.999), "alpha": 8.0},  # in scripts of arXiv 2509.01440's program
 }
-TIMES = {3.0: ", 3 times the rate", 10.0: ", 10 times the rate"}
+
+
+def snapshots(folder: Path) -> Callback:
+    """The callback, with its snapshots in the folder of a run."""
+    return lt.PostHocEMA(folder / SNAPSHOTS)
 
 
 def as_published(optimizer: str) -> dict[str, Any]:
@@ -131,54 +133,51 @@ def as_published(optimizer: str) -> dict[str, Any]:
     return {"optimizer": optimizer, "settings": {"published": PUBLISHED[optimizer]}}
 
 
-def at_rates(name: str, recipe: Callable[[], Recipe], lr: float, most: float = 3.0) -> dict[str, Trick]:
-    """A contender with a rate of its own, and with three times of it, and ten times where three are better."""
-    times = {name + words: Trick(recipe, rate_of=name, factor=factor) for factor, words in TIMES.items()}
-    return {name: Trick(recipe, lr=lr), **{each: trick for each, trick in times.items() if trick.factor <= most}}
-
-
-def own(name: str) -> str:
-    """A contender without the words for a multiple of its rate."""
-    return name.removesuffix(TIMES[3.0]).removesuffix(TIMES[10.0])
-
-
 TRICKS = {
-    PLAIN: Trick(lambda: scheduled("constant"), lr=1e-3),
-    "plain, twice the steps": Trick(lambda: scheduled("constant", epochs=2.0)),
-    **at_rates("cosine", lambda: scheduled("cosine"), lr=3e-3, most=10.0),
-    "wsd": Trick(lambda: scheduled("wsd"), rate_of="cosine"),
-    "flat_cos": Trick(lambda: scheduled("flat_cos"), rate_of="cosine"),
-    "EMA": Trick(lambda: scheduled("constant", lt.EMA())),
-    "PostHocEMA": Trick(lambda: scheduled("constant", lambda folder: lt.PostHocEMA(folder / SNAPSHOTS), PostHocLength)),
-    "cosine, EMA": Trick(lambda: scheduled("cosine", lt.EMA()), rate_of="cosine"),
-    "cosine, SequenceLengthWarmup": Trick(lambda: scheduled("cosine", lt.SequenceLengthWarmup()), rate_of="cosine"),
-    "cosine, SAM, half the steps": Trick(lambda: scheduled("cosine", lt.SAMCallback(), epochs=0.5), rate_of="cosine"),
-    "cosine, both rates": Trick(lambda: scheduled("cosine", settings={"others": 10.0}), rate_of="cosine"),
-    "cosine, Muon": Trick(lambda: scheduled("cosine", optimizer="muon"), lr=1e-2),
+    **at_rates(PLAIN, Trick(lambda: scheduled("constant"), lr=1e-3), 3.0, 10.0),
+    **at_rates("plain, twice the steps", Trick(lambda: scheduled("constant", epochs=2.0)), 3.0),
+    **at_rates("cosine", Trick(lambda: scheduled("cosine"), lr=3e-3), 3.0, 10.0),
+    **at_rates("wsd", Trick(lambda: scheduled("wsd"), rate_of="cosine"), 3.0),
+    **at_rates("flat_cos", Trick(lambda: scheduled("flat_cos"), rate_of="cosine"), 3.0),
+    **at_rates("EMA", Trick(lambda: scheduled("constant", lt.EMA())), 3.0),
+    **at_rates("PostHocEMA", Trick(lambda: scheduled("constant", snapshots, PostHocLength)), 3.0),
+    **at_rates("cosine, EMA", Trick(lambda: scheduled("cosine", lt.EMA()), rate_of="cosine"), 3.0),
+    **at_rates(
+        "cosine, SequenceLengthWarmup",
+        Trick(lambda: scheduled("cosine", lt.SequenceLengthWarmup()), rate_of="cosine"),
+        3.0,
+    ),
+    **at_rates(
+        "cosine, SAM, half the steps",
+        Trick(lambda: scheduled("cosine", lt.SAMCallback(), epochs=0.5), rate_of="cosine"),
+        3.0,
+    ),
+    **at_rates(
+        "cosine, both rates", Trick(lambda: scheduled("cosine", settings={"others": 10.0}), rate_of="cosine"), 3.0
+    ),
+    **at_rates("cosine, Muon", Trick(lambda: scheduled("cosine", optimizer="muon"), lr=1e-2), 3.0),
     "cosine, Muon, both rates": Trick(
         lambda: scheduled("cosine", optimizer="muon", settings={"others": 0.1}), rate_of="cosine, Muon"
     ),
-    "cosine, SOAP": Trick(lambda: scheduled("cosine", optimizer="soap"), lr=3e-3),
-    **at_rates("cosine, Lion", lambda: scheduled("cosine", optimizer="lion"), lr=3e-4, most=10.0),
-    **at_rates("cosine, Lion as published", lambda: scheduled("cosine", **as_published("lion")), lr=3e-4),
-    **at_rates("cosine, AdEMAMix", lambda: scheduled("cosine", optimizer="ademamix"), lr=3e-3),
-    **at_rates("cosine, AdEMAMix as published", lambda: scheduled("cosine", **as_published("ademamix")), lr=3e-3),
+    **at_rates("cosine, SOAP", Trick(lambda: scheduled("cosine", optimizer="soap"), lr=3e-3), 3.0),
+    **at_rates("cosine, Lion", Trick(lambda: scheduled("cosine", optimizer="lion"), lr=3e-4), 3.0, 10.0),
+    **at_rates("cosine, Lion as published", Trick(lambda: scheduled("cosine", **as_published("lion")), lr=3e-4), 3.0),
+    **at_rates("cosine, AdEMAMix", Trick(lambda: scheduled("cosine", optimizer="ademamix"), lr=3e-3), 3.0),
     **at_rates(
-        "ScheduleFree", lambda: Recipe((lt.ScheduleFree(),), optimizer="schedulefree_adamw"), lr=3e-3, most=10.0
+        "cosine, AdEMAMix as published", Trick(lambda: scheduled("cosine", **as_published("ademamix")), lr=3e-3), 3.0
+    ),
+    **at_rates(
+        "ScheduleFree", Trick(lambda: Recipe((lt.ScheduleFree(),), optimizer="schedulefree_adamw"), lr=3e-3), 3.0, 10.0
     ),
 }
-SMALL, LARGE = "A quarter of the length chooses too small a rate; see three times of it.", "Too large a rate."
+SEE = "As the cosine; see the gains over it."
+COSINE = "AdamW with the best cosine"
 WHY = {
-    **dict.fromkeys(("cosine", "cosine, Lion", "ScheduleFree"), SMALL),
-    **dict.fromkeys((name + TIMES[10.0] for name in ("cosine", "cosine, Lion", "ScheduleFree")), LARGE),
-    "cosine, EMA": "As the cosine.",
-    "cosine, SequenceLengthWarmup": "As the cosine, in fewer tokens, which is what it is for (arXiv 2108.06084).",
+    "cosine": "In so short a training a rate that stays high until shortly before the end is better: wsd, flat_cos.",
+    **dict.fromkeys(("cosine, EMA", "cosine, Lion", "cosine, Lion as published"), SEE),
     "cosine, SAM, half the steps": "The paper gives plain training twice the epochs instead (arXiv 2010.01412).",
-    "cosine, Lion as published" + TIMES[3.0]: LARGE,
     "cosine, AdEMAMix": "Its averages of ten thousand steps are for longer training (arXiv 2409.03137).",
-    "cosine, AdEMAMix" + TIMES[3.0]: "As above.",
     "cosine, AdEMAMix as published": "Averages of a thousand steps; programs that have them train for 8,000 and more.",
-    "cosine, AdEMAMix as published" + TIMES[3.0]: "As above.",
 }  # of those that are worse
 
 
@@ -366,48 +365,35 @@ def section(made: dict[str, Any]) -> str:
     settings = made["settings"]
     budget, text = settings["budget"], settings["bytes"]["train"] / 1e6
     scale = (
-        f"AdamW at a tuned constant rate after a warm-up is plain training; {text:.1f} MB of documentation, in bytes;"
+        f"AdamW at the best constant rate after a warm-up is plain training; {text:.1f} MB of documentation, in bytes;"
         f" {settings['weights'] / 1e6:.1f} million weights, {budget['steps']:,} steps of {settings['batch']} sequences"
         f" of {settings['shape']['length']}, {budget['seeds']} seeds; learning rates chosen in {budget['sweep_steps']}"
         " steps"
     )
     points = "Hundredths of a nat per byte; a positive difference is a lower loss"
     picture = "Training loss against steps and against seconds"
-    folded = frozenset(row["trick"] for row in made["rows"]) - {PLAIN, *fair_gains(made)}  # at a worse rate
-    words = Words(TITLE, scale, WHY, points, "hundredths of a nat", over_cosine(made), picture, folded)
+    words = Words(TITLE, scale, WHY, points, "hundredths of a nat", over_cosine(made), picture)
     return finetune_report.section(made, words)
 
 
 def over_cosine(made: dict[str, Any]) -> str:
     """What is told of the gains over AdamW with a cosine."""
-    groups: dict[str, list[str]] = {}
-    for name, (base, gain) in sorted(fair_gains(made).items(), key=lambda each: -each[1][1]["points"]):
-        if base != "plain training":
-            groups.setdefault(base, []).append(f"{name.removeprefix('cosine, ')} {interval(gain)}")
-    return "\n".join(f"- **Over {base}.** {'; '.join(told)}." for base, told in sorted(groups.items()))
+    found = [(name, gain) for name, (base, gain) in fair_gains(made).items() if base == COSINE]
+    told = [
+        f"{name.removeprefix('cosine, ')} {interval(gain)}"
+        for name, gain in sorted(found, key=lambda each: -each[1]["points"])
+    ]
+    return f"- **Over {COSINE}.** {'; '.join(told)}." * bool(told)
 
 
 def fair_gains(made: dict[str, Any]) -> dict[str, tuple[str, dict[str, float]]]:
-    """The gains at the best of several rates, of optimizers over AdamW's best cosine.
-
-    Those of other tricks are over AdamW with the same cosine, or over plain training.
-    """
-    finals, found = finals_of(made["runs"]), {}
-    losses = {name: fmean(run["val_loss"] for run in mine.values()) for name, mine in finals.items()}
-
-    def best(name: str) -> str:
-        return min((each for each in finals if own(each) == name), key=losses.__getitem__, default="")
-
-    for name, mine in finals.items():
-        base, words, recipe = PLAIN, "plain training", TRICKS[name].recipe()
-        if name == PLAIN or name != best(own(name)):
-            continue
-        if recipe.optimizer or recipe.settings:
-            base, words = best("cosine"), "AdamW with the best cosine"
-        elif own(name).startswith("cosine, "):
-            base, words = "cosine", "AdamW with the same cosine"
-        if base in finals:
-            found[name] = words, paired(mine, finals[base], "test_loss", -100)
+    """The gains at the best of several rates; of other optimizers, and of what has a cosine, over AdamW's cosine."""
+    finals, best, found = finals_of(made["runs"]), best_rates(made["runs"]), {}
+    for short, name in best.items():
+        beside = TRICKS[name].recipe().optimizer or short.startswith("cosine, ")
+        base, words = ("cosine", COSINE) if beside else (PLAIN, "plain training")
+        if short != PLAIN and base in best:
+            found[name] = words, paired(finals[name], finals[best[base]], "test_loss", -100)
     return found
 
 
@@ -417,7 +403,7 @@ def draw(path: Path, made: dict[str, Any]) -> None:
 
     figure = Figure(figsize=(9.5, 3.6), layout="constrained")
     axes = figure.subplots(1, 2, sharey=True)
-    told = {name for name in (PLAIN, *fair_gains(made)) if not name.endswith("EMA")}
+    told = {name for short, name in best_rates(made["runs"]).items() if not short.endswith("EMA")}
     shown = [each for each in made["curves"] if each["seed"] == 0 and each["trick"] in told]
     for place, curve in enumerate(shown):
         steps, seconds, losses = zip(*curve["points"], strict=True)

@@ -10,6 +10,7 @@ runs are those of ``lightning_tricks.compare``: interrupted, they go on where th
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence, Sized
 from functools import partial
 from pathlib import Path
@@ -61,6 +62,17 @@ class Trick(NamedTuple):
     def contender(self, fit: Callable[[Callable[[], Recipe], float, int, Path], tuple[Any, ...]]) -> Contender:
         """The contender whose arms ``fit`` makes of the recipe, a learning rate, a number of steps and a folder."""
         return Contender(partial(fit, self.recipe), self.lr, self.rate_of, self.recipe().epochs, self.factor)
+
+
+def at_rates(name: str, trick: Trick, *factors: float) -> dict[str, Trick]:
+    """A contender at its learning rate, and at multiples of it."""
+    others = trick._replace(lr=None, rate_of=trick.rate_of if trick.lr is None else name)
+    return {name: trick, **{f"{name}, {each:g} times the rate": others._replace(factor=each) for each in factors}}
+
+
+def own(name: str) -> str:
+    """A contender without the words for a multiple of its rate."""
+    return re.sub(r", [\d.]+ times the rate$", "", name)
 
 
 class Budget(NamedTuple):
@@ -229,14 +241,35 @@ def finals_of(runs: Sequence[dict[str, Any]]) -> dict[str, dict[int, dict[str, A
     return found
 
 
+def best_rates(runs: Sequence[dict[str, Any]]) -> dict[str, str]:
+    """Of each contender the one of its rates that is the best, by validation."""
+    score, factor = ("val_loss", -1) if "val_loss" in runs[0] else ("val_accuracy", 1)
+    means = {name: factor * fmean(run[score] for run in mine.values()) for name, mine in finals_of(runs).items()}
+    return {own(name): name for name in sorted(means, key=means.__getitem__)}
+
+
+def cell(line: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Where a row or a run belongs, beside its contender."""
+    return tuple(line.get(key) for key in ("regime", "share", "width"))
+
+
+def best_rows(made: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The rows of the contenders at the best of their rates in each cell."""
+    runs: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for run in made["runs"]:
+        runs.setdefault(cell(run), []).append(run)
+    best = {where: {*best_rates(mine).values()} for where, mine in runs.items()}
+    return [line for line in made["rows"] if line["trick"] in best[cell(line)]]
+
+
 def rows(runs: Sequence[dict[str, Any]], metric: str, notes: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    """Of each contender its score and cost, and the gain over plain training with the same seeds, in points.
+    """Of each contender its score and cost, and the gain over plain training at its best rate, seed by seed, in points.
 
     A point is a hundredth, of accuracy or of a nat; more is better.
     """
     score, factor = f"test_{metric}", -100 if metric == "loss" else 100
     finals = finals_of(runs)
-    plain = finals[PLAIN]
+    plain = finals[best_rates(runs)[PLAIN]]
     return [
         {
             "trick": name,
@@ -279,14 +312,16 @@ def measured_on(machines: Sequence[Mapping[str, Any]]) -> str:
     found: dict[str, list[str]] = {}
     for line in machines:
         words = ", ".join(f"{key} {value}" for key, value in line.items() if key not in ("trick", "regime", "load"))
-        found.setdefault(words, []).append(line["trick"])
-    told = [words if len(found) == 1 else f"{', '.join(dict.fromkeys(of))} on {words}" for words, of in found.items()]
+        found.setdefault(words, []).append(line["trick"] + f" ({line.get('regime')})" * ("regime" in line))
+    most = max(found, key=lambda words: len(found[words]))
+    told = [f"{'; '.join(dict.fromkeys(of))} on {words}" for words, of in found.items() if words != most]
+    told.append(f"{'The others on ' * bool(told)}{most}")
     busiest = max(machines, key=lambda line: line["load"][0] / line["cores"])
     load, cores = busiest["load"][0], busiest["cores"]
     busy = f" Other work ran beside (a load of {load:.0f} on {cores} cores); times over plain's are CPU time." * (
         load > cores
     )
-    return f"Measured on: {'; '.join(told)}.{busy}"
+    return f"Measured on: {'. '.join(told)}.{busy}"
 
 
 def table(found: Sequence[dict[str, Any]]) -> str:
@@ -298,7 +333,7 @@ def table(found: Sequence[dict[str, Any]]) -> str:
             (
                 row["trick"],
                 f"{row['mean']:.1f} ± {row['std']:.1f}",
-                "" if row["trick"] == PLAIN else interval(row["gain"]),
+                "" if own(row["trick"]) == PLAIN and not row["gain"]["points"] else interval(row["gain"]),
                 f"{row['steps']:,}",
                 f"{row['lr']:g}",
                 f"{row['seconds']:,.0f}",
