@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean, median, stdev
 from typing import Any
 
 from tables import README, RESULTS, grid, placed
@@ -107,12 +107,9 @@ def renew(result: dict[str, Any]) -> None:
 
 def section(result: dict[str, Any]) -> str:
     """The part of the README: in how many columns tricks are better or worse, and all figures, folded."""
-    machine = words(result["machine"])
-    for other in dict.fromkeys(map(words, result.get("renewed", {}).values())):
-        machine += f"; {', '.join(name for name, where in result['renewed'].items() if words(where) == other)}: {other}"
     return "\n\n".join(
         [
-            f"<details>\n<summary>All figures ({machine})</summary>",
+            f"<details>\n<summary>All figures ({machines(result)})</summary>",
             *conclusions(result),
             "Differences of runs with the same seed, with 95% intervals (Student's t); bold where the interval leaves"
             " out 0. Of plain training its score and its calibration error.",
@@ -120,6 +117,14 @@ def section(result: dict[str, Any]) -> str:
             "</details>",
         ]
     )
+
+
+def machines(result: dict[str, Any]) -> str:
+    """The machine of a benchmark, and those on which some of its tricks were measured later."""
+    told = words(result["machine"])
+    for other in dict.fromkeys(map(words, result.get("renewed", {}).values())):
+        told += f"; {', '.join(name for name, where in result['renewed'].items() if words(where) == other)}: {other}"
+    return told
 
 
 def words(machine: dict[str, Any]) -> str:
@@ -168,7 +173,22 @@ def conclusions(result: dict[str, Any]) -> list[str]:
         f" {sum(map(bool, signs))} of {len(signs)} intervals of scores leave out 0, where"
         f" {0.05 * len(signs):.0f} would by chance.",
         "\n".join(sentences),
+        collapsed(result["runs"]),
     ]
+
+
+def collapsed(runs: Sequence[Run]) -> str:
+    """A sentence about runs that have less than half of the median accuracy of all runs in their task and regime."""
+    groups: dict[Column, list[Run]] = {}
+    for run in runs:
+        if run["part"] != SWEEP and "test_accuracy" in run:
+            groups.setdefault((run["task"], run["regime"]), []).append(run)
+    found = []
+    for (task, regime), mine in groups.items():
+        least = median(run["test_accuracy"] for run in mine) / 2
+        low = Counter(run["trick"] for run in mine if run["test_accuracy"] < least)
+        found += [f"{trick} ({task}, {regime}: {number})" for trick, number in low.items()]
+    return f"Runs with less than half of the median accuracy in their task and regime: {'; '.join(found) or 'none'}."
 
 
 def told(found: dict[Column, dict[str, Row]], gain: str, better: int) -> str:

@@ -303,7 +303,7 @@ COLUMNS = {
 
 def test_the_readme_says_what_the_figures_say(report: ModuleType, committed: dict[str, Any]) -> None:
     assert report.section(committed) in README
-    head, sentences = report.conclusions(committed)
+    head, sentences, _ = report.conclusions(committed)
     rows = {(each["trick"], each["task"], each["regime"]): each for each in committed["rows"]}
     named = 0
     for line in sentences.splitlines():
