@@ -10,16 +10,16 @@ import inspect
 import json
 import re
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import conflicts
 import language_model
 import quality_report
-from finetune import LINEAR, THIRD
 from quality_report import PLAIN
 from tables import RESULTS
+from tuned import best_rows, own
 
 from lightning_tricks_cli.catalogue import CATALOGUE
 
@@ -43,7 +43,7 @@ def text() -> str:
     """The file."""
     found = {
         "names": names(),
-        "gains": gains(),
+        "gains": of_quality() | alone(),
         "told": written(TOLD | trained()),
         "measured": written(MEASURED),
         "conflicts": [
@@ -75,7 +75,8 @@ def result(name: str) -> dict[str, Any]:
     return found
 
 
-def gains() -> dict[str, dict[str, list[dict[str, Any]]]]:
+@cache
+def of_quality() -> dict[str, dict[str, list[dict[str, Any]]]]:
     """Of each public name its variants, with their differences from plain training by setting."""
     found: dict[str, list[dict[str, Any]]] = {}
     for (task, regime), tricks in quality_report.columns(result("quality")).items():
@@ -305,34 +306,68 @@ def blur() -> str:
     return f"`add_blur_pool`: a forward pass of a ResNet-50 takes {ratio:.2f} times as long."
 
 
-def trained() -> dict[str, list[Callable[[], str]]]:
-    """By card, what its tricks bring to larger networks, beside what else is told there."""
-    found: dict[str, list[Callable[[], str]]] = {}
-    for name, words in TASKS.items():
-        if not (RESULTS / f"{name}.json").exists():
-            continue
+class Larger(NamedTuple):
+    """What a trick brings to a larger network."""
+
+    card: str
+    benchmark: str
+    steps: int  # of plain training
+    trick: str
+    regime: str
+    seeds: int
+    gain: dict[str, float]
+    base: str  # over which the gain is, if that is not plain training
+
+
+@cache
+def larger() -> list[Larger]:
+    """The tricks of each card, at the best of their rates."""
+    found = []
+    for name in TASKS:
         made = result(name)
-        task = words.format(steps=made["rows"][0]["steps"])  # those of plain training
         bases = language_model.fair_gains(made) if name == "language_model" else {}
-        rows = [row for row in made["rows"] if not bases or row["trick"] in bases]
-        for card, tricks in TRAINED.items():
-            if mine := [row for row in rows if language_model.own(row["trick"]) in tricks]:
-                found.setdefault(card, TOLD.get(card, [])[:]).append(partial(gained, task, mine, bases))
+        steps = {row.get("regime"): row["steps"] for row in made["rows"] if row["trick"] == PLAIN}
+        for row in best_rows(made):
+            base, gain = bases.get(row["trick"], ("", row["gain"]))
+            words = REGIMES.get(row["regime"], row["regime"].lower()) if "regime" in row else ""
+            of_row = name, steps[row.get("regime")], row["trick"], words, row["seeds"], gain, base
+            found += [Larger(card, *of_row) for card, tricks in TRAINED.items() if own(row["trick"]) in tricks]
     return found
 
 
-def gained(task: str, rows: list[dict[str, Any]], bases: dict[str, tuple[str, dict[str, float]]]) -> str:
+def trained() -> dict[str, list[Callable[[], str]]]:
+    """By card that has a forest of smaller networks, what its tricks bring to larger ones, beside what else is told."""
+    found: dict[str, list[Callable[[], str]]] = {}
+    for each in dict.fromkeys((each.card, each.benchmark, each.steps) for each in larger()):
+        if each[0] not in alone():
+            mine = [one for one in larger() if (one.card, one.benchmark, one.steps) == each]
+            found.setdefault(each[0], TOLD.get(each[0], [])[:]).append(partial(gained, mine))
+    return found
+
+
+def gained(rows: list[Larger]) -> str:
     """What tricks bring to a network, over plain training where no other base is named."""
-    told = []
-    for row in rows:
-        base, gain = bases.get(row["trick"], ("", row["gain"]))
-        regime = REGIMES.get(row["regime"], row["regime"].lower()) if "regime" in row else ""
-        told.append(
-            f"{row['trick']} {quality_report.interval(gain)}"
-            + f", {regime}" * bool(regime)
-            + f" over {base}" * bool(base)
-        )
-    return f"{task}, {rows[0]['seeds']} seeds: {'; '.join(told)}."
+    told = [
+        f"{row.trick} {quality_report.interval(row.gain)}"
+        + f", {row.regime}" * bool(row.regime)
+        + f" over {row.base}" * bool(row.base)
+        for row in rows
+    ]
+    task = TASKS[rows[0].benchmark].format(steps=rows[0].steps)
+    return f"{task}, {rows[0].seeds} seeds: {'; '.join(told)}."
+
+
+@cache
+def alone() -> dict[str, dict[str, list[dict[str, Any]]]]:
+    """The gains of cards whose tricks ran in larger networks alone."""
+    small = {name for row in CATALOGUE if {*row.names, *row.beside} & of_quality().keys() for name in row.names}
+    found: dict[str, dict[str, list[dict[str, Any]]]] = {}
+    for row in larger():
+        if row.card not in small:
+            words = (NETWORKS[row.benchmark], f"{row.steps:,} steps", row.regime, f"{row.seeds} seeds")
+            line = {"setting": ", ".join(filter(None, words)), "seeds": row.seeds, **row.gain, "calibration": 0}
+            found.setdefault(row.card, {}).setdefault(own(row.trick), []).append(line)
+    return found
 
 
 TASKS = {
@@ -340,6 +375,7 @@ TASKS = {
     "finetune_images": "Fine-tuning a pretrained EfficientNet-Lite0 for {steps} steps, points over plain training",
     "language_model": "Training a GPT of a million weights for {steps:,} steps, gains in 0.01 nats",
 }
+NETWORKS = {"finetune": "MiniLM", "finetune_images": "EfficientNet-Lite0", "language_model": "GPT, 0.01 nats"}
 TRAINED = {
     "EMA": ("EMA", "cosine, EMA"),
     "PostHocEMA": ("PostHocEMA",),
@@ -353,7 +389,7 @@ TRAINED = {
     "LayerFreezing": ("LayerFreezing",),
     "SequenceLengthWarmup": ("cosine, SequenceLengthWarmup",),
     "layer_decay_groups": ("layer decay 0.8",),
-    "LoRA": ("LoRA, r 4", "LoRA, r 16", LINEAR, LINEAR + THIRD, "DoRA, r 4", "LoRA, r 4, Muon"),
+    "LoRA": ("LoRA, r 4", "LoRA, r 16", "LoRA, r 16, linear", "DoRA, r 4", "LoRA, r 4, Muon"),
     "ScheduleFree": ("ScheduleFree",),
     "optimizer": (
         "Muon",
@@ -366,7 +402,7 @@ TRAINED = {
         "cosine, AdEMAMix",
         "cosine, AdEMAMix as published",
     ),
-    "average_checkpoints": ("soup of three",),
+    "average_checkpoints": ("soup of three, 3 times the steps",),
 }  # the tricks of each card
 TOLD: dict[str, list[Callable[[], str]]] = {
     "SequenceLengthWarmup": [resizing, length],
