@@ -235,8 +235,9 @@ def test_a_checkpoint_of_an_older_class_resumes_exactly(
     assert_equal(as_old(look.raw), saved.raw)
     assert_equal(as_old(look.averaged), saved.averaged)
     assert callback._running.updates == saved.average._running.updates
-    if precision == "32-true":  # in bf16 the product with a transpose is rounded otherwise
-        assert_equal(as_old(weights(rest)), weights(whole))
+    if precision == "32-true":  # the product with a transpose is rounded otherwise, in bf16 by much
+        check = assert_close if kind in (Reshaped, ByVersion) else assert_equal
+        check(as_old(weights(rest)), weights(whole))
 
 
 def test_several_averages_and_a_schedule_free_one_resume_exactly(tmp_path: Path) -> None:
