@@ -78,7 +78,7 @@ class SlowIO(TorchCheckpointIO):
 
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         begun = self.step
-        until(lambda: self.step >= begun + 2)
+        until(lambda: self.step >= begun + 2, 2.0)  # steps are slow where much else runs
         super().save_checkpoint(*args, **kwargs)
         self.trained.append(self.step - begun)
 
