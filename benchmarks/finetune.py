@@ -110,7 +110,7 @@ TRICKS = {
     "NEFTune": Trick(lambda: Recipe((lt.NEFTune(),))),
     "label smoothing 0.1": Trick(lambda: Recipe(smoothing=0.1)),
     "LoRA, r 4": Trick(lambda: adapters(r=4), lr=1e-3),
-    "LoRA, r 16": Trick(lambda: adapters(r=16), lr=1e-3),
+    **at_rates("LoRA, r 16", Trick(lambda: adapters(r=16), lr=1e-3), 0.3, 0.1),
     **at_rates("LoRA, r 16, linear", Trick(falling, lr=1e-3), 0.3, 0.1),
     "DoRA, r 4": Trick(lambda: adapters(r=4, variant="dora"), lr=1e-3),
     "LoRA, r 4, Muon": Trick(lambda: adapters(optimizer="muon", r=4), lr=1e-3),

@@ -63,7 +63,7 @@ SOME: dict[str, Trick] = {
     **at_rates("flat_cos", Trick(lambda: scheduled("flat_cos")), 3.0),
     **at_rates("cosine", TRICKS["cosine"], 0.3, 0.1),
     **at_rates("cosine, Muon", TRICKS["cosine, Muon"], 0.3, 0.1, 0.03),
-    **at_rates("SAM", Trick(lambda: scheduled("constant", lt.SAMCallback())), 3.0),
+    **at_rates("SAM", Trick(lambda: scheduled("constant", lt.SAMCallback())), 3.0, 10.0),
 }
 
 

@@ -135,17 +135,18 @@ def as_published(optimizer: str) -> dict[str, Any]:
 
 TRICKS = {
     **at_rates(PLAIN, Trick(lambda: scheduled("constant"), lr=1e-3), 3.0, 10.0),
-    **at_rates("plain, twice the steps", Trick(lambda: scheduled("constant", epochs=2.0)), 3.0),
+    **at_rates("plain, twice the steps", Trick(lambda: scheduled("constant", epochs=2.0)), 3.0, 10.0),
     **at_rates("cosine", Trick(lambda: scheduled("cosine"), lr=3e-3), 3.0, 10.0),
-    **at_rates("wsd", Trick(lambda: scheduled("wsd"), rate_of="cosine"), 3.0),
-    **at_rates("flat_cos", Trick(lambda: scheduled("flat_cos"), rate_of="cosine"), 3.0),
-    **at_rates("EMA", Trick(lambda: scheduled("constant", lt.EMA())), 3.0),
-    **at_rates("PostHocEMA", Trick(lambda: scheduled("constant", snapshots, PostHocLength)), 3.0),
-    **at_rates("cosine, EMA", Trick(lambda: scheduled("cosine", lt.EMA()), rate_of="cosine"), 3.0),
+    **at_rates("wsd", Trick(lambda: scheduled("wsd"), rate_of="cosine"), 3.0, 10.0),
+    **at_rates("flat_cos", Trick(lambda: scheduled("flat_cos"), rate_of="cosine"), 3.0, 10.0),
+    **at_rates("EMA", Trick(lambda: scheduled("constant", lt.EMA())), 3.0, 10.0),
+    **at_rates("PostHocEMA", Trick(lambda: scheduled("constant", snapshots, PostHocLength)), 3.0, 10.0),
+    **at_rates("cosine, EMA", Trick(lambda: scheduled("cosine", lt.EMA()), rate_of="cosine"), 3.0, 10.0),
     **at_rates(
         "cosine, SequenceLengthWarmup",
         Trick(lambda: scheduled("cosine", lt.SequenceLengthWarmup()), rate_of="cosine"),
         3.0,
+        10.0,
     ),
     **at_rates(
         "cosine, SAM, half the steps",
@@ -153,11 +154,16 @@ TRICKS = {
         3.0,
     ),
     **at_rates(
-        "cosine, both rates", Trick(lambda: scheduled("cosine", settings={"others": 10.0}), rate_of="cosine"), 3.0
+        "cosine, both rates",
+        Trick(lambda: scheduled("cosine", settings={"others": 10.0}), rate_of="cosine"),
+        3.0,
+        10.0,
     ),
     **at_rates("cosine, Muon", Trick(lambda: scheduled("cosine", optimizer="muon"), lr=1e-2), 3.0),
-    "cosine, Muon, both rates": Trick(
-        lambda: scheduled("cosine", optimizer="muon", settings={"others": 0.1}), rate_of="cosine, Muon"
+    **at_rates(
+        "cosine, Muon, both rates",
+        Trick(lambda: scheduled("cosine", optimizer="muon", settings={"others": 0.1}), rate_of="cosine, Muon"),
+        3.0,
     ),
     **at_rates("cosine, SOAP", Trick(lambda: scheduled("cosine", optimizer="soap"), lr=3e-3), 3.0),
     **at_rates("cosine, Lion", Trick(lambda: scheduled("cosine", optimizer="lion"), lr=3e-4), 3.0, 10.0),

@@ -288,6 +288,10 @@ def test_what_the_pages_say_of_larger_networks() -> None:
     told = f"it is {-worst:.2f} worse at that rate, and neither better nor worse at smaller ones"
     assert f"on {few['sequences']} sequences, each drawn sixteen times, {told}" in page
     assert few["steps"] * result("gain_scaling")["settings"]["batch"] // few["sequences"] == 16
+    assert at_best("plain")["lr"] == pytest.approx(3 * at_size("language_model", "plain")["lr"])
+    budget = result("language_model")["settings"]["budget"]
+    assert budget["steps"] / budget["sweep_steps"] == pytest.approx(4, rel=0.01)
+    assert card_says("find_lr", "better at three times the rate that runs of a quarter of its length had chosen")
 
 
 REGIMES = ("clean", WRONG_LABELS)

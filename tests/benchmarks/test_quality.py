@@ -218,6 +218,25 @@ def test_metrics_are_those_by_hand(quality: ModuleType) -> None:
     assert logged["noise_loss"] == pytest.approx(-sum(map(torch.log, torch.tensor([0.9, 0.8, 0.4, 0.7]))) / 4)
 
 
+def test_runs_that_did_not_train_are_named_with_their_task_and_regime(report: ModuleType) -> None:
+    """A run is compared with the median of its own task and regime, and those that choose a rate do not count."""
+
+    def runs(trick: str, *accuracies: float, regime: str = "clean", part: str = "finals") -> list[dict[str, Any]]:
+        return [
+            {"part": part, "task": "digits", "regime": regime, "trick": trick, "test_accuracy": each}
+            for each in accuracies
+        ]
+
+    trained = runs("plain", 0.9, 0.9, 0.9, 0.46) + runs("Lion", 0.44, 0.1, 0.9) + runs("Muon", 0.9, 0.9)
+    sweep = runs("Lion", 0.1, part=report.SWEEP)
+    told = "Runs with less than half of the median accuracy in their task and regime: {}."
+    assert report.collapsed(trained + sweep) == told.format("Lion (digits, clean: 2)")
+    hard = runs("plain", 0.3, 0.3, regime="wrong") + runs("SAM", 0.3, 0.1, regime="wrong")
+    assert report.collapsed(trained + hard) == told.format("Lion (digits, clean: 2); SAM (digits, wrong: 1)")
+    losses = [{"part": "finals", "task": "text", "regime": "clean", "trick": "EMA", "test_loss": 1.0}]
+    assert report.collapsed(sweep + losses + hard[:3]) == told.format("none")
+
+
 def test_the_figures_have_every_cell(quality: ModuleType, committed: dict[str, Any]) -> None:
     found = {(each["task"], each["regime"], each["trick"]): each for each in committed["rows"]}
     wanted = [
