@@ -42,7 +42,7 @@ from soup import Soup
 from tables import RESULTS
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
-from tuned import EPOCHS, PARTS, Budget, Contender, Trick, at_rates, measure, shuffled, some, table
+from tuned import EPOCHS, PARTS, Budget, Contender, Trick, at_rates, measure, own, shuffled, some, table
 
 import lightning_tricks as lt
 from lightning_tricks.examples.glosses import SUBJECTS, read_glosses
@@ -93,14 +93,14 @@ def scheduled(name: str) -> Recipe:
 
 
 TRICKS = {
-    **at_rates(PLAIN, Trick(Recipe, lr=1e-4), 3.0),
+    **at_rates(PLAIN, Trick(Recipe, lr=1e-4), 3.0, 10.0),
     "plain, twice the steps": Trick(lambda: Recipe(epochs=2.0)),
     "warm-up": Trick(lambda: scheduled("constant")),
     "cosine": Trick(lambda: scheduled("cosine"), lr=1e-4),
     "flat_cos": Trick(lambda: scheduled("flat_cos")),
     "EMA": Trick(lambda: Recipe((lt.EMA(),))),
     "SWA": Trick(lambda: Recipe((lt.SWA(start=0.5),))),
-    "layer decay 0.8": Trick(lambda: Recipe(settings={"layer_decay": 0.8}), lr=1e-4),
+    **at_rates("layer decay 0.8", Trick(lambda: Recipe(settings={"layer_decay": 0.8}), lr=1e-4), 0.3),
     "GradualUnfreeze": Trick(lambda: Recipe((lt.GradualUnfreeze([0.1, 0.3]),))),
     "LayerFreezing": Trick(lambda: Recipe((lt.LayerFreezing(parameters=LAYERS),))),
     "soup of three, 3 times the steps": Trick(lambda: Recipe((Soup(3),), epochs=3.0)),
@@ -271,7 +271,10 @@ def result(found: dict[str, dict[str, list[Any]]], scale: Scale) -> dict[str, An
     settings = settings_of(scale) | {"training samples": samples}
     settings["regimes"] = {name: regime_of(scale, name) for name in found}
     settings["not measured"] = [
-        f"{name} ({regime})" for regime in found for name in TRICKS if (regime, name) not in measured
+        f"{name} ({regime})"
+        for regime in found
+        for name in TRICKS
+        if own(name) == name and (regime, name) not in measured
     ]
     return {
         "benchmark": "finetune",
