@@ -10,9 +10,9 @@ import inspect
 import json
 import re
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import conflicts
 import language_model
@@ -43,8 +43,8 @@ def text() -> str:
     """The file."""
     found = {
         "names": names(),
-        "gains": of_quality() | alone(),
-        "told": written(TOLD | trained()),
+        "gains": gains(),
+        "told": written(TOLD),
         "measured": written(MEASURED),
         "conflicts": [
             {"names": mine, "others": conflicts.others(each), "warns": each.warns, "rule": each.rule}
@@ -83,7 +83,8 @@ def of_quality() -> dict[str, dict[str, list[dict[str, Any]]]]:
         for trick, row in tricks.items():
             calibration = quality_report.sign(row["ece_gain"])
             setting = {"setting": _setting(task, regime), "seeds": row["seeds"]}
-            found.setdefault(trick, []).append({**setting, **row["gain"], "calibration": calibration})
+            line = {**setting, **row["gain"], "calibration": calibration, "larger": False}
+            found.setdefault(trick, []).append(line)
     named: dict[str, dict[str, list[dict[str, Any]]]] = {}
     for trick, rows in found.items():
         name = NAMES.get(trick, trick.split(",")[0])
@@ -306,82 +307,48 @@ def blur() -> str:
     return f"`add_blur_pool`: a forward pass of a ResNet-50 takes {ratio:.2f} times as long."
 
 
-class Larger(NamedTuple):
-    """What a trick brings to a larger network."""
-
-    card: str
-    benchmark: str
-    steps: int  # of plain training
-    trick: str
-    regime: str
-    seeds: int
-    gain: dict[str, float]
-    base: str  # over which the gain is, if that is not plain training
-
-
-@cache
-def larger() -> list[Larger]:
-    """The tricks of each card, at the best of their rates."""
-    found = []
-    for name in TASKS:
-        made = result(name)
-        bases = language_model.fair_gains(made) if name == "language_model" else {}
-        steps = {row.get("regime"): row["steps"] for row in made["rows"] if row["trick"] == PLAIN}
-        for row in best_rows(made):
-            base, gain = bases.get(row["trick"], ("", row["gain"]))
-            words = REGIMES.get(row["regime"], row["regime"].lower()) if "regime" in row else ""
-            of_row = name, steps[row.get("regime")], row["trick"], words, row["seeds"], gain, base
-            found += [Larger(card, *of_row) for card, tricks in TRAINED.items() if own(row["trick"]) in tricks]
+def gains() -> dict[str, dict[str, list[dict[str, Any]]]]:
+    """The differences of all networks, the larger ones last."""
+    found = {name: {trick: rows[:] for trick, rows in of.items()} for name, of in of_quality().items()}
+    for name, of in of_larger().items():
+        for trick, rows in of.items():
+            found.setdefault(name, {}).setdefault(trick, []).extend(rows)
     return found
 
 
-def trained() -> dict[str, list[Callable[[], str]]]:
-    """By card that has a forest of smaller networks, what its tricks bring to larger ones, beside what else is told."""
-    found: dict[str, list[Callable[[], str]]] = {}
-    for each in dict.fromkeys((each.card, each.benchmark, each.steps) for each in larger()):
-        if each[0] not in alone():
-            mine = [one for one in larger() if (one.card, one.benchmark, one.steps) == each]
-            found.setdefault(each[0], TOLD.get(each[0], [])[:]).append(partial(gained, mine))
-    return found
-
-
-def gained(rows: list[Larger]) -> str:
-    """What tricks bring to a network, over plain training where no other base is named."""
-    told = [
-        f"{row.trick} {quality_report.interval(row.gain)}"
-        + f", {row.regime}" * bool(row.regime)
-        + f" over {row.base}" * bool(row.base)
-        for row in rows
-    ]
-    task = TASKS[rows[0].benchmark].format(steps=rows[0].steps)
-    return f"{task}, {rows[0].seeds} seeds: {'; '.join(told)}."
-
-
 @cache
-def alone() -> dict[str, dict[str, list[dict[str, Any]]]]:
-    """The gains of cards whose tricks ran in larger networks alone."""
-    small = {name for row in CATALOGUE if {*row.names, *row.beside} & of_quality().keys() for name in row.names}
+def of_larger() -> dict[str, dict[str, list[dict[str, Any]]]]:
+    """The same for larger networks, at the best of their rates.
+
+    What has a cosine is compared with the best cosine, and other optimizers with plain training as well.
+    """
     found: dict[str, dict[str, list[dict[str, Any]]]] = {}
-    for row in larger():
-        if row.card not in small:
-            words = (NETWORKS[row.benchmark], f"{row.steps:,} steps", row.regime, f"{row.seeds} seeds")
-            line = {"setting": ", ".join(filter(None, words)), "seeds": row.seeds, **row.gain, "calibration": 0}
-            found.setdefault(row.card, {}).setdefault(own(row.trick), []).append(line)
+    for benchmark, network in NETWORKS.items():
+        made = result(benchmark)
+        over = language_model.over_cosine(made) if benchmark == "language_model" else {}
+        steps = {row.get("regime"): f"{row['steps']:,} steps" for row in made["rows"] if row["trick"] == PLAIN}
+        for row in best_rows(made):
+            where = REGIMES.get(row["regime"], row["regime"].lower()) if "regime" in row else ""
+            trick = own(row["trick"]).removeprefix("cosine, ")
+            for name in (name for name, tricks in TRAINED.items() if own(row["trick"]) in tricks):
+                gains = {"over the best cosine": over[row["trick"]]} if row["trick"] in over else {}
+                if not gains or name == "optimizer":
+                    gains = {"": row["gain"], **gains}
+                for base, gain in gains.items():
+                    words = (network, steps[row.get("regime")], where, base, f"{row['seeds']} seeds")
+                    line = {"setting": ", ".join(filter(None, words)), "seeds": row["seeds"], **gain}
+                    lines = found.setdefault(name, {}).setdefault(VARIANTS.get(trick, trick), [])
+                    lines.append({**line, "calibration": 0, "larger": True})
     return found
 
 
-TASKS = {
-    "finetune": "Fine-tuning a pretrained MiniLM for {steps} steps, points over plain training",
-    "finetune_images": "Fine-tuning a pretrained EfficientNet-Lite0 for {steps} steps, points over plain training",
-    "language_model": "Training a GPT of a million weights for {steps:,} steps, gains in 0.01 nats",
-}
-NETWORKS = {"finetune": "MiniLM", "finetune_images": "EfficientNet-Lite0", "language_model": "GPT, 0.01 nats"}
+NETWORKS = {"finetune": "MiniLM", "finetune_images": "EfficientNet", "language_model": "GPT"}
 TRAINED = {
     "EMA": ("EMA", "cosine, EMA"),
     "PostHocEMA": ("PostHocEMA",),
     "SWA": ("SWA",),
     "flat_cos": ("flat_cos", "cosine", "wsd"),
-    "SAMMixin": ("SAM", "SAM, half the steps", "cosine, SAM, half the steps"),
+    "SAM": ("SAM", "SAM, half the steps", "cosine, SAM, half the steps"),
     "Mixup": ("Mixup",),
     "HiddenMixup": ("HiddenMixup",),
     "NEFTune": ("NEFTune",),
@@ -402,8 +369,12 @@ TRAINED = {
         "cosine, AdEMAMix",
         "cosine, AdEMAMix as published",
     ),
-    "average_checkpoints": ("soup of three, 3 times the steps",),
-}  # the tricks of each card
+    "average_checkpoints": ("soup of three, 3 times the steps", "plain, twice the steps"),
+}  # the tricks of each public name
+VARIANTS = {
+    "both rates": "AdamW, both rates",
+    "SAM, half the steps": "SAM, half the epochs",
+}  # as smaller networks have
 TOLD: dict[str, list[Callable[[], str]]] = {
     "SequenceLengthWarmup": [resizing, length],
     "LabelErrors": [wrong_labels],

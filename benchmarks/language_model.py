@@ -177,7 +177,6 @@ TRICKS = {
     ),
 }
 SEE = "As the cosine; see the gains over it."
-COSINE = "AdamW with the best cosine"
 WHY = {
     "cosine": "In so short a training a rate that stays high until shortly before the end is better: wsd, flat_cos.",
     **dict.fromkeys(("cosine, EMA", "cosine, Lion", "cosine, Lion as published"), SEE),
@@ -378,29 +377,22 @@ def section(made: dict[str, Any]) -> str:
     )
     points = "Hundredths of a nat per byte; a positive difference is a lower loss"
     picture = "Training loss against steps and against seconds"
-    words = Words(TITLE, scale, WHY, points, "hundredths of a nat", over_cosine(made), picture)
+    words = Words(TITLE, scale, WHY, points, "hundredths of a nat", told_over_cosine(made), picture)
     return finetune_report.section(made, words)
 
 
-def over_cosine(made: dict[str, Any]) -> str:
-    """What is told of the gains over AdamW with a cosine."""
-    found = [(name, gain) for name, (base, gain) in fair_gains(made).items() if base == COSINE]
-    told = [
-        f"{name.removeprefix('cosine, ')} {interval(gain)}"
-        for name, gain in sorted(found, key=lambda each: -each[1]["points"])
-    ]
-    return f"- **Over {COSINE}.** {'; '.join(told)}." * bool(told)
+def told_over_cosine(made: dict[str, Any]) -> str:
+    """What is told of these gains."""
+    found = sorted(over_cosine(made).items(), key=lambda each: -each[1]["points"])
+    told = [f"{name.removeprefix('cosine, ')} {interval(gain)}" for name, gain in found]
+    return f"- **Over AdamW with the best cosine.** {'; '.join(told)}." * bool(told)
 
 
-def fair_gains(made: dict[str, Any]) -> dict[str, tuple[str, dict[str, float]]]:
-    """The gains at the best of several rates; of other optimizers, and of what has a cosine, over AdamW's cosine."""
-    finals, best, found = finals_of(made["runs"]), best_rates(made["runs"]), {}
-    for short, name in best.items():
-        beside = TRICKS[name].recipe().optimizer or short.startswith("cosine, ")
-        base, words = ("cosine", COSINE) if beside else (PLAIN, "plain training")
-        if short != PLAIN and base in best:
-            found[name] = words, paired(finals[name], finals[best[base]], "test_loss", -100)
-    return found
+def over_cosine(made: dict[str, Any]) -> dict[str, dict[str, float]]:
+    """The gains of what has a cosine over AdamW with one, each at the best of its rates, by validation."""
+    finals, best = finals_of(made["runs"]), best_rates(made["runs"])
+    names = [name for short, name in best.items() if short.startswith("cosine, ") and "cosine" in best]
+    return {name: paired(finals[name], finals[best["cosine"]], "test_loss", -100) for name in names}
 
 
 def draw(path: Path, made: dict[str, Any]) -> None:
