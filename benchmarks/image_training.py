@@ -112,13 +112,14 @@ def fit(
 
 def run(name: str, plain: Plain, size: Size, settings: Settings) -> list[Row]:
     """The rows of a benchmark; interrupted, the next call goes on."""
-    steps, seeds, sweep = settings.pick("budget", (800, 2, 200), (EPOCHS, 2, 0), (EPOCHS, 2, 0))
+    steps, seeds, sweep = settings.pick("budget", (720, 3, 180), (EPOCHS, 2, 0), (EPOCHS, 2, 0))
     tricks = settings.pick("tricks", tuple(TRICKS), (PLAIN, "EMA", "SAM", "Mixup", "Muon"), (PLAIN, "EMA", "Muon"))
     settings.noted |= {"data": size._asdict(), **plain._replace(network=name)._asdict()}
-    arm, rates = partial(fit, plain, size, settings.device), {**OWN_RATES, PLAIN: plain.lr}
+    arm, rates = partial(fit, plain, size, settings.device), {**OWN_RATES, PLAIN: plain.lr, "constant": plain.lr}
     contenders = {trick: Trick(TRICKS[trick], rates.get(trick)).contender(arm) for trick in tricks}
     folder = RESULTS / "scratch" / f"{name}, {settings.effort}, {settings.device}"
     folder.mkdir(parents=True, exist_ok=True)
     made = measure(contenders, Budget(steps, seeds, sweep), folder, metric="accuracy", device=settings.device)
+    settings.noted["learning rates"] = made["sweep"]
     shutil.rmtree(folder)
     return cost_rows(made, "accuracy")

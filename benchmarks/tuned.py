@@ -291,7 +291,7 @@ def cost_rows(made: Mapping[str, list[Any]], metric: str) -> list[Row]:
     """The same in the format of the benchmarks of costs: a seed is a round, and plain training the floor."""
     score, factor = f"test_{metric}", -100 if metric == "loss" else 100
     finals = {name: [*of.values()] for name, of in finals_of(made["runs"]).items()}
-    plain = finals[PLAIN]
+    plain, intervals = finals[PLAIN], {each["trick"]: each["gain"] for each in made["rows"]}
     found = []
     for name, mine in finals.items():
         note = f"lr {mine[0]['lr']:g}, {mine[0]['steps']} steps"
@@ -299,7 +299,8 @@ def cost_rows(made: Mapping[str, list[Any]], metric: str) -> list[Row]:
         found.append(row(f"test {metric} x 100", name, scores, "points")._replace(note=note))
     for name, mine in finals.items():
         gains = [factor * (run[score] - other[score]) for run, other in zip(mine, plain, strict=True)]
-        found.append(row("gain over plain training, by seed", name, gains, "points"))
+        gain = row("gain over plain training, by seed", name, gains, "points")
+        found.append(gain._replace(note=f"mean and 95% interval {interval(intervals[name])}"))
     floor = [run["seconds"] for run in plain]
     for name, mine in finals.items():
         times = [run["seconds"] for run in mine]

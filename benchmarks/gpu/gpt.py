@@ -1,7 +1,7 @@
 """A GPT-2 of 124 million weights from scratch, on documentation strings: optimizers, schedules, an average.
 
 ``python benchmarks/run.py --device cuda gpt``: sequences of 1,024 tokens of a byte-level BPE that is trained on that
-of ``corpus.py``, 96 steps of 16 of them, two seeds, and a choice of learning rates in half of the length: some
+of ``corpus.py``, 96 steps of 16 of them, three seeds, and a choice of learning rates in half of the length: some
 5,000 steps with those that are timed, estimated at 25 minutes of an H100. Interrupted, it goes on. The text is small
 for the network, several epochs of some million tokens: what is compared is how fast a loss falls, not how good a model
 gets.
@@ -49,7 +49,7 @@ def load_tokens(strings: int | None, vocabulary: int, length: int, tested: int) 
 
 def run(settings: Settings) -> list[Row]:
     """Loss, gain, time, memory."""
-    steps, seeds, sweep = settings.pick("budget", (96, 2, 48), (EPOCHS, 2, 0), (EPOCHS, 2, 0))
+    steps, seeds, sweep = settings.pick("budget", (96, 3, 48), (EPOCHS, 2, 0), (EPOCHS, 2, 0))
     full = Shape(12, 768, 12, length=1024, vocabulary=50257)
     small = Shape(1, 16, 2, length=16, vocabulary=300)
     shape = Shape(*settings.pick("shape", full, small, small))
@@ -66,6 +66,7 @@ def run(settings: Settings) -> list[Row]:
     folder = RESULTS / "scratch" / f"{NAME}, {settings.effort}, {settings.device}"
     folder.mkdir(parents=True, exist_ok=True)
     found = measure(contenders, Budget(steps, seeds, sweep), folder, metric="loss", device=settings.device)
+    settings.noted["learning rates"] = found["sweep"]
     shutil.rmtree(folder)
     return cost_rows(found, "loss")
 

@@ -1,6 +1,6 @@
 """A ResNet-18 for pictures of 32 x 32 (a stem of 3 x 3 without pooling, 11.2 million weights), on 50,000 glyphs.
 
-``python benchmarks/run.py --device cuda resnet18``: SGD with a cosine, 800 steps of 256 pictures, two seeds, ten
+``python benchmarks/run.py --device cuda resnet18``: SGD with a cosine, 720 steps of 256 pictures, three seeds, ten
 contenders, and a choice of learning rates in a quarter of the length: some 30,000 steps, estimated at 11 minutes of an
 H100. Interrupted, it goes on.
 """

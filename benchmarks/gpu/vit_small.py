@@ -1,6 +1,6 @@
 """A ViT-small for pictures of 32 x 32 (patches of 4 x 4, 21.4 million weights), from scratch on 50,000 glyphs.
 
-``python benchmarks/run.py --device cuda vit_small``: AdamW with a cosine, 800 steps of 256 pictures, two seeds, ten
+``python benchmarks/run.py --device cuda vit_small``: AdamW with a cosine, 720 steps of 256 pictures, three seeds, ten
 contenders, and a choice of learning rates in a quarter of the length: some 30,000 steps, estimated at 19 minutes of an
 H100. Interrupted, it goes on.
 """
