@@ -1,6 +1,6 @@
 """What papers claim of tricks that are worse than plain training in ``quality.json``, tried as the papers have it.
 
-``nice python benchmarks/claims.py`` (half an hour of one core; interrupted, it goes on where it was). A row that is
+``nice python benchmarks/claims.py`` (an hour of one core; interrupted, it goes on where it was). A row that is
 worse may tell of our settings, and not of the trick. So where the paper claims a gain on tasks of that kind, the trick
 is run in the paper's configuration, in the same task and regime, beside plain training in that configuration: both
 tuned by ``quality.py``'s rules, with its seeds. ``TRIALS`` has these configurations; ``OTHERWISE`` says of all other

@@ -51,7 +51,7 @@ CELLS = {  # shares of the text and widths of the network
     "sequences": [(1 / 256, MIDDLE), (1 / 64, MIDDLE), (1 / 16, MIDDLE)],
     "weights": [(1.0, width) for width in WIDTHS],
 }
-TRENDS = {1: "it rises", -1: "it falls", 0: "no trend"}
+TRENDS = {1: "growing", -1: "shrinking", 0: "no trend"}
 WHY = {
     "cosine": "In so short a training a rate that stays high until shortly before the end is better: flat_cos.",
     "SAM": "The paper has images; on language models it is for fine-tuning (arXiv 2110.08529).",
@@ -120,10 +120,16 @@ def gains_of(made: dict[str, Any], row: Mapping[str, Any]) -> dict[int, dict[str
     return {seed: {"gain": 100 * (run["test_loss"] - mine[seed]["test_loss"])} for seed, run in plain.items()}
 
 
-def trend(made: dict[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
-    """What a gain does from the first row to the last, by the differences of runs with the same seed."""
-    change = paired(gains_of(made, rows[-1]), gains_of(made, rows[0]), "gain", 1)
-    return f"{TRENDS[sign(change)]}, {interval(rows[0]['gain'])} and {interval(rows[-1]['gain'])}"
+def change(made: dict[str, Any], rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """By how much a gain differs between the first row and the last, by the differences of runs with the same seed."""
+    return paired(gains_of(made, rows[-1]), gains_of(made, rows[0]), "gain", 1)
+
+
+def answer(made: dict[str, Any], size: str, rows: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
+    """Which gains grow with a size, shrink, and do neither."""
+    signs = {name: sign(change(made, mine)) for name, mine in rows.items() if name != PLAIN}
+    named = {kind: ", ".join(f"*{name}*" for name in signs if signs[name] == kind) for kind in TRENDS}
+    return f"With more {size}: {'; '.join(f'{TRENDS[kind]} {names}' for kind, names in named.items() if names)}."
 
 
 def along(made: dict[str, Any], size: str) -> dict[str, list[dict[str, Any]]]:
@@ -138,7 +144,8 @@ def section(made: dict[str, Any]) -> str:
     rows = {size: along(made, size) for size in CELLS}
     names = [name for name in rows["weights"] if name != PLAIN]
     for name in names:
-        told = [f"with more {size} {trend(made, rows[size][name])}" for size in CELLS]
+        ends = ((size, *(interval(rows[size][name][place]["gain"]) for place in (0, -1))) for size in CELLS)
+        told = [f"with more {size} from {first} to {last}" for size, first, last in ends]
         lines.append(f"- **{name}**: {'; '.join(told)}.")
     where = ("share", "width", *CELLS)  # of which all were measured on one machine
     machines = [{key: value for key, value in line.items() if key not in where} for line in made["machines"]]
@@ -153,14 +160,15 @@ def section(made: dict[str, Any]) -> str:
     return "\n\n".join(
         [
             "#### Do gains grow, stay or vanish with more data and more weights?",
-            f"With most weights {finetune_report.most([*largest.values()], 'hundredths of a nat')}.",
+            " ".join(answer(made, size, rows[size]) for size in CELLS),
             "![Gains over plain training against data and against weights](results/gain_scaling.svg)",
             f"`python benchmarks/gain_scaling.py`: the language model for {budget['steps']} steps, {budget['seeds']}"
             " seeds, with a 256th, a 64th and a 16th of the text (each sample is drawn sixteen times, four times and"
             " once on average), and with all of the text and 1, 4 and 16 times the weights of the blocks, each at the"
             f" best of its learning rates, by validation; {hours:.1f} hours in one thread. Times over plain training's:"
             f" {times}. Hundredths of a nat per byte over AdamW at the best constant rate, with 95% intervals, at the"
-            " smallest and the largest size; the trend is that of the differences of runs with the same seed.",
+            " smallest and the largest size; what grows and shrinks is told by the differences of runs with the same"
+            " seed between these two.",
             "\n".join(lines),
             f"<details>\n<summary>All figures</summary>\n\n{measured_on(machines)}",
             grid(head, cells),
