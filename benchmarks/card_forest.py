@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 from lightning_tricks_cli.cards import forest as name
-from lightning_tricks_cli.cards import gains_of
+from lightning_tricks_cli.cards import gains_of, settings_of
 from lightning_tricks_cli.catalogue import Row
 
 __all__ = ["draw", "name"]
@@ -23,16 +22,16 @@ def draw(path: Path, row: Row) -> None:
     from matplotlib import pyplot
 
     gains = gains_of(row)
-    settings: dict[str, dict[str, dict[str, Any]]] = {}
-    for trick, of in gains.items():
-        for each in of:
-            settings.setdefault(each["setting"], {})[trick] = each
-    lines = [(setting, trick) for setting, tricks in settings.items() for trick in tricks]
-    order = {setting: place for place, setting in enumerate(settings)}
-    heights = {line: place + order[line[0]] for place, line in enumerate(lines)}  # a gap between settings
+    drawn = {(each["setting"], trick) for trick, of in gains.items() for each in of}
+    heights: dict[tuple[str, str], int] = {}  # from the top, with a gap after each setting
+    settings = settings_of(gains)
+    for place, setting in enumerate(settings):
+        for trick in gains:
+            if (setting, trick) in drawn:
+                heights[setting, trick] = len(heights) + place
     points = [each["points"] for of in gains.values() for each in of]
     with matplotlib.rc_context({"svg.hashsalt": path.name, "svg.fonttype": "none", "font.size": 8}):
-        figure, axis = pyplot.subplots(figsize=(7.2, 0.9 + 0.09 * (len(lines) + len(settings))), layout="constrained")
+        figure, axis = pyplot.subplots(figsize=(7.2, 0.9 + 0.09 * (len(heights) + len(settings))), layout="constrained")
         axis.axvline(0, color="#999999", linewidth=1)
         for colour, (trick, of) in zip(COLOURS[: len(gains)], gains.items(), strict=True):
             mine = [heights[each["setting"], trick] for each in of]
@@ -40,8 +39,8 @@ def draw(path: Path, row: Row) -> None:
             axis.hlines(mine, [each["low"] for each in of], [each["high"] for each in of], colours)
             axis.scatter([each["points"] for each in of], mine, 14, colours, linewidths=0)
             axis.plot([], [], "o", color=colour, label=trick, ms=4)
-        places = [[heights[setting, trick] for trick in tricks] for setting, tricks in settings.items()]
-        axis.set_yticks([fmean(mine) for mine in places], [*settings])
+        middles = [fmean(heights[line] for line in heights if line[0] == setting) for setting in settings]
+        axis.set_yticks(middles, settings)
         axis.set_ylim(max(heights.values()) + 1, -1)
         axis.set_xlim(min(0, *points) - MARGIN, max(0, *points) + MARGIN)
         axis.set_xlabel("points over plain training (text, GPT: 0.01 nats), 95% intervals")

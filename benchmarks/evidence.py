@@ -10,7 +10,6 @@ import inspect
 import json
 import re
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +74,6 @@ def result(name: str) -> dict[str, Any]:
     return found
 
 
-@cache
 def of_quality() -> dict[str, dict[str, list[dict[str, Any]]]]:
     """Of each public name its variants, with their differences from plain training by setting."""
     found: dict[str, list[dict[str, Any]]] = {}
@@ -308,37 +306,31 @@ def blur() -> str:
 
 
 def gains() -> dict[str, dict[str, list[dict[str, Any]]]]:
-    """The differences of all networks, the larger ones last."""
-    found = {name: {trick: rows[:] for trick, rows in of.items()} for name, of in of_quality().items()}
-    for name, of in of_larger().items():
-        for trick, rows in of.items():
-            found.setdefault(name, {}).setdefault(trick, []).extend(rows)
-    return found
+    """The differences of all networks, the larger ones last and at the best of their rates.
 
-
-@cache
-def of_larger() -> dict[str, dict[str, list[dict[str, Any]]]]:
-    """The same for larger networks, at the best of their rates.
-
-    What has a cosine is compared with the best cosine, and other optimizers with plain training as well.
+    What has a cosine is compared with AdamW with the best cosine, but for other optimizers.
     """
-    found: dict[str, dict[str, list[dict[str, Any]]]] = {}
+    found = of_quality()
     for benchmark, network in NETWORKS.items():
         made = result(benchmark)
-        over = language_model.over_cosine(made) if benchmark == "language_model" else {}
+        over = language_model.over_cosine(made)
         steps = {row.get("regime"): f"{row['steps']:,} steps" for row in made["rows"] if row["trick"] == PLAIN}
         for row in best_rows(made):
+            trick = own(row["trick"])
+            variant = trick.removeprefix("cosine, ")
             where = REGIMES.get(row["regime"], row["regime"].lower()) if "regime" in row else ""
-            trick = own(row["trick"]).removeprefix("cosine, ")
-            for name in (name for name, tricks in TRAINED.items() if own(row["trick"]) in tricks):
-                gains = {"over the best cosine": over[row["trick"]]} if row["trick"] in over else {}
-                if not gains or name == "optimizer":
-                    gains = {"": row["gain"], **gains}
-                for base, gain in gains.items():
-                    words = (network, steps[row.get("regime")], where, base, f"{row['seeds']} seeds")
-                    line = {"setting": ", ".join(filter(None, words)), "seeds": row["seeds"], **gain}
-                    lines = found.setdefault(name, {}).setdefault(VARIANTS.get(trick, trick), [])
-                    lines.append({**line, "calibration": 0, "larger": True})
+            for name in (name for name, tricks in TRAINED.items() if trick in tricks):
+                both = row["trick"] in over and name != "optimizer"
+                cosine = f"{'both ' * both}beside a cosine" if variant != trick else ""
+                words = (network, steps[row.get("regime")], where, cosine, f"{row['seeds']} seeds")
+                line = {
+                    "setting": ", ".join(filter(None, words)),
+                    "seeds": row["seeds"],
+                    "calibration": 0,
+                    "larger": True,
+                }
+                line |= over[row["trick"]] if both else row["gain"]
+                found.setdefault(name, {}).setdefault(VARIANTS.get(variant, variant), []).append(line)
     return found
 
 
@@ -369,7 +361,7 @@ TRAINED = {
         "cosine, AdEMAMix",
         "cosine, AdEMAMix as published",
     ),
-    "average_checkpoints": ("soup of three, 3 times the steps", "plain, twice the steps"),
+    "average_checkpoints": ("soup of three, 3 times the steps",),
 }  # the tricks of each public name
 VARIANTS = {
     "both rates": "AdamW, both rates",

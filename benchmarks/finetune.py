@@ -42,7 +42,7 @@ from soup import Soup
 from tables import RESULTS
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
-from tuned import EPOCHS, PARTS, Budget, Contender, Trick, at_rates, measure, own, shuffled, some, table
+from tuned import EPOCHS, PARTS, Budget, Contender, Trick, at_rates, measure, shuffled, some, table
 
 import lightning_tricks as lt
 from lightning_tricks.examples.glosses import SUBJECTS, read_glosses
@@ -271,10 +271,7 @@ def result(found: dict[str, dict[str, list[Any]]], scale: Scale) -> dict[str, An
     settings = settings_of(scale) | {"training samples": samples}
     settings["regimes"] = {name: regime_of(scale, name) for name in found}
     settings["not measured"] = [
-        f"{name} ({regime})"
-        for regime in found
-        for name in TRICKS
-        if own(name) == name and (regime, name) not in measured
+        f"{name} ({regime})" for regime in found for name in TRICKS if (regime, name) not in measured
     ]
     return {
         "benchmark": "finetune",

@@ -11,7 +11,6 @@ from tables import README, grid, placed
 from tuned import best_rows, measured_on, own, table
 
 KINDS = {1: "Better", -1: "Worse", 0: "Inconclusive"}
-TWICE = "plain, twice the steps"
 ACCURACY = "Points of balanced test accuracy"
 REGIMES = {"clean": "Clean labels"}
 STYLES = ("-", "--", ":")  # a colour for each of ten lines, then again in the next style
@@ -33,14 +32,14 @@ def most(rows: Sequence[dict[str, Any]], unit: str) -> str:
     (steps,) = (row["steps"] for row in rows if own(row["trick"]) == PLAIN)
     others = [row for row in rows if own(row["trick"]) != PLAIN]
     as_long = [row for row in others if row["steps"] <= steps]
-    twice = [
-        f" (plain training, twice the steps: {interval(row['gain'])})" for row in others if own(row["trick"]) == TWICE
-    ]
-    best = max(as_long, key=lambda row: (sign(row["gain"]), row["gain"]["points"]))
-    if sign(best["gain"]) <= 0:
-        return "".join(["no contender is better than plain training in as many steps", *twice])
-    found = f"the best of {len(as_long)} with no more steps is *{best['trick']}*, {interval(best['gain'])} {unit}"
-    return "".join([f"{found} over plain training, in {best['over_plain']:.1f} times its time", *twice])
+    longer = (row["gain"] for row in others if own(row["trick"]) == "plain, twice the steps")
+    twice = "".join(f" (plain training, twice the steps: {interval(gain)})" for gain in longer)
+    better = [row for row in as_long if sign(row["gain"]) > 0]
+    if not better:
+        return f"no contender is better than plain training in as many steps{twice}"
+    best = max(better, key=lambda row: row["gain"]["points"])
+    head = f"the best of {len(as_long)} with no more steps is *{best['trick']}*, {interval(best['gain'])} {unit}"
+    return f"{head} over plain training, in {best['over_plain']:.1f} times its time{twice}"
 
 
 def fine_tuned(settings: dict[str, Any]) -> str:

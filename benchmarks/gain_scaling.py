@@ -51,7 +51,7 @@ CELLS = {  # shares of the text and widths of the network
     "sequences": [(1 / 256, MIDDLE), (1 / 64, MIDDLE), (1 / 16, MIDDLE)],
     "weights": [(1.0, width) for width in WIDTHS],
 }
-TRENDS = {1: "growing", -1: "shrinking", 0: "no trend"}
+TRENDS = {1: "rises", -1: "falls", 0: "shows no trend"}
 WHY = {
     "cosine": "In so short a training a rate that stays high until shortly before the end is better: flat_cos.",
     "SAM": "The paper has images; on language models it is for fine-tuning (arXiv 2110.08529).",
@@ -126,10 +126,16 @@ def change(made: dict[str, Any], rows: Sequence[Mapping[str, Any]]) -> dict[str,
 
 
 def answer(made: dict[str, Any], size: str, rows: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
-    """Which gains grow with a size, shrink, and do neither."""
-    signs = {name: sign(change(made, mine)) for name, mine in rows.items() if name != PLAIN}
-    named = {kind: ", ".join(f"*{name}*" for name in signs if signs[name] == kind) for kind in TRENDS}
-    return f"With more {size}: {'; '.join(f'{TRENDS[kind]} {names}' for kind, names in named.items() if names)}."
+    """Which differences from plain training rise with a size, fall, and do neither, and which are gains at its end."""
+    kinds: dict[str, list[str]] = {
+        words: [] for words in (*TRENDS.values(), "better than plain training at the largest size")
+    }
+    for name, mine in rows.items():
+        if name != PLAIN:
+            kinds[TRENDS[sign(change(made, mine))]].append(f"*{name}*")
+            kinds["better than plain training at the largest size"] += [f"*{name}*"] * (mine[-1]["gain"]["low"] > 0)
+    told = [f"{words}: {', '.join(names) or 'none'}" for words, names in kinds.items()]
+    return f"- With more **{size}** the difference from plain training {'; '.join(told)}."
 
 
 def along(made: dict[str, Any], size: str) -> dict[str, list[dict[str, Any]]]:
@@ -160,7 +166,7 @@ def section(made: dict[str, Any]) -> str:
     return "\n\n".join(
         [
             "#### Do gains grow, stay or vanish with more data and more weights?",
-            " ".join(answer(made, size, rows[size]) for size in CELLS),
+            "\n".join(answer(made, size, rows[size]) for size in CELLS),
             "![Gains over plain training against data and against weights](results/gain_scaling.svg)",
             f"`python benchmarks/gain_scaling.py`: the language model for {budget['steps']} steps, {budget['seeds']}"
             " seeds, with a 256th, a 64th and a 16th of the text (each sample is drawn sixteen times, four times and"

@@ -213,9 +213,28 @@ def test_what_has_a_cosine_is_compared_with_the_best_cosine_seed_by_seed() -> No
     assert language.told_over_cosine({"runs": alone}) == ""
 
 
+def test_the_headline_is_the_best_in_as_many_steps_and_tells_what_longer_training_gains() -> None:
+    most = part("finetune_report").most
+
+    def row(trick: str, points: float, steps: int = 8) -> dict[str, Any]:
+        gain = {"points": points, "low": points - 1, "high": points + 1}
+        return {"trick": trick, "steps": steps, "gain": gain, "over_plain": 1.5}
+
+    none = "no contender is better than plain training in as many steps"
+    plain, twice = row("plain, 3 times the rate", 0), row("plain, twice the steps", 9, 16)
+    assert most([plain], "points") == none
+    assert most([plain, twice], "points") == f"{none} (plain training, twice the steps: **+9.0** (+8.0 to +10.0))"
+    assert most([plain, row("SAM", 0.5)], "points") == none
+    found = most([plain, twice, row("SAM", 2), row("EMA", 3), row("soup", 8, 24)], "points")
+    assert found.startswith(
+        "the best of 2 with no more steps is *EMA*, **+3.0** (+2.0 to +4.0) points over plain training, in"
+    )
+    assert found.endswith("in 1.5 times its time (plain training, twice the steps: **+9.0** (+8.0 to +10.0))")
+
+
 @pytest.mark.parametrize("name", ["language_model", "finetune", "finetune_images", "gain_scaling"])
 def test_the_best_of_several_rates_lies_between_others(name: str) -> None:
-    """Or it is the one that shorter training has chosen, between others there."""
+    """Or it is the one that shorter training has chosen between others, for it or for the one whose rate it has."""
     tuned = part("tuned")
     scores: dict[tuple[Any, ...], dict[float, list[float]]] = {}
     swept: dict[tuple[Any, ...], float] = {}
@@ -233,31 +252,26 @@ def test_the_best_of_several_rates_lies_between_others(name: str) -> None:
     assert any(len(of) > 1 for of in scores.values())
 
 
-def test_a_card_has_larger_networks_in_its_forest_and_names_another_base() -> None:
-    evidence = part("evidence")
+def test_a_card_has_larger_networks_in_its_forest_and_says_what_has_a_cosine() -> None:
+    evidence, tuned = part("evidence"), part("tuned")
     found = evidence.gains()
     assert found["EMA"]["EMA"][:27] == evidence.of_quality()["EMA"]["EMA"]
-    made = json.loads((BENCHMARKS / "results" / "language_model.json").read_text())
-    over = part("language_model").over_cosine(made)
-    rows = {row["trick"]: row["gain"] for row in made["rows"]}
-    for name, variant, trick in (("optimizer", "Muon", "cosine, Muon"), ("EMA", "EMA", "EMA")):
-        lines = {row["setting"]: row for row in found[name][variant] if row["setting"].startswith("GPT")}
-        plain, cosine = (lines[f"GPT, 1,000 steps, {base}3 seeds"] for base in ("", "over the best cosine, "))
-        assert {key: plain[key] for key in rows[trick]} == rows[part("tuned").best_rates(made["runs"])[trick]]
-        (gain,) = (gain for of, gain in over.items() if evidence.own(of) == f"cosine, {variant}")
-        assert {key: cosine[key] for key in gain} == gain
     for name, network in evidence.NETWORKS.items():
         made = json.loads((BENCHMARKS / "results" / f"{name}.json").read_text())
-        drawn = {
-            (row["setting"], row["points"])
-            for of in found.values()
-            for lines in of.values()
-            for row in lines
-            if row["setting"].startswith(network)
-        }
-        tricks = {trick for of in evidence.TRAINED.values() for trick in of}
-        told = [row for row in evidence.best_rows(made) if evidence.own(row["trick"]) in tricks]
-        assert len(drawn) >= len(told) > 5
+        over = part("language_model").over_cosine(made)
+        gains = [
+            over.get(row["trick"], row["gain"]) if card != "optimizer" else row["gain"]
+            for row in tuned.best_rows(made)
+            for card, tricks in evidence.TRAINED.items()
+            if tuned.own(row["trick"]) in tricks
+        ]
+        lines = [row for of in found.values() for rows in of.values() for row in rows]
+        drawn = [row for row in lines if row["setting"].startswith(f"{network}, ")]
+        assert sorted(row["points"] for row in drawn) == sorted(gain["points"] for gain in gains)
+    (muon,) = (row for row in found["optimizer"]["Muon"] if row["setting"].startswith("GPT"))
+    assert muon["setting"] == "GPT, 1,000 steps, beside a cosine, 3 seeds"
+    plain, both = (row["setting"] for row in found["EMA"]["EMA"] if row["setting"].startswith("GPT"))
+    assert (plain, both) == ("GPT, 1,000 steps, 3 seeds", "GPT, 1,000 steps, both beside a cosine, 3 seeds")
 
 
 @pytest.mark.slow
@@ -282,9 +296,12 @@ def test_gains_are_measured_with_more_data_and_more_weights(tmp_path: Path, monk
         lower = run["weights"] * 1e-5 + 0.1 * run["seed"] if scaling.own(run["trick"]) != "plain" else 0.0
         run["test_loss"] = run["seed"] - lower
     named = ", ".join(f"*{name}*" for name in dict.fromkeys(map(scaling.own, scaling.SOME)) if name != "plain")
-    assert f"With more sequences: no trend {named}. With more weights: growing {named}." in (
-        text := scaling.section(made)
+    text = scaling.section(made)
+    told = (
+        "- With more **{}** the difference from plain training rises: {}; falls: none; shows no trend: {}; better than"
     )
+    assert told.format("sequences", "none", named) in text
+    assert told.format("weights", named, "none") in text
     assert f"|{smaller['weights']:,}: " in text
 
 
