@@ -160,10 +160,8 @@ TRICKS = {
         10.0,
     ),
     **at_rates("cosine, Muon", Trick(lambda: scheduled("cosine", optimizer="muon"), lr=1e-2), 3.0),
-    **at_rates(
-        "cosine, Muon, both rates",
-        Trick(lambda: scheduled("cosine", optimizer="muon", settings={"others": 0.1}), rate_of="cosine, Muon"),
-        3.0,
+    "cosine, Muon, both rates": Trick(
+        lambda: scheduled("cosine", optimizer="muon", settings={"others": 0.1}), rate_of="cosine, Muon"
     ),
     **at_rates("cosine, SOAP", Trick(lambda: scheduled("cosine", optimizer="soap"), lr=3e-3), 3.0),
     **at_rates("cosine, Lion", Trick(lambda: scheduled("cosine", optimizer="lion"), lr=3e-4), 3.0, 10.0),
