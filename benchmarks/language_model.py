@@ -1,6 +1,6 @@
 """A language model of a million weights on bytes of real documentation: optimizers, schedules and averages.
 
-``nice python benchmarks/language_model.py`` (some four hours of one core; ``--reduced`` tries it for a few steps).
+``nice python benchmarks/language_model.py`` (some five hours of one core; ``--reduced`` tries it for a few steps).
 The text is that of ``corpus.py``: the documentation strings of Python's library and of numpy, whose licences and bytes
 are in the result. The network is the GPT-2 of transformers: three layers of 168 features, sequences of 128 bytes.
 
