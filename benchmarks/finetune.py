@@ -100,7 +100,7 @@ TRICKS = {
     "flat_cos": Trick(lambda: scheduled("flat_cos")),
     "EMA": Trick(lambda: Recipe((lt.EMA(),))),
     "SWA": Trick(lambda: Recipe((lt.SWA(start=0.5),))),
-    **at_rates("layer decay 0.8", Trick(lambda: Recipe(settings={"layer_decay": 0.8}), lr=1e-4), 0.3, 0.1),
+    **at_rates("layer decay 0.8", Trick(lambda: Recipe(settings={"layer_decay": 0.8}), lr=1e-4), 0.3, 0.1, 0.03),
     "GradualUnfreeze": Trick(lambda: Recipe((lt.GradualUnfreeze([0.1, 0.3]),))),
     "LayerFreezing": Trick(lambda: Recipe((lt.LayerFreezing(parameters=LAYERS),))),
     "soup of three, 3 times the steps": Trick(lambda: Recipe((Soup(3),), epochs=3.0)),
